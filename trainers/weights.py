@@ -9,8 +9,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from torch import Tensor
 
-from specrl.rollout.engines.base import DRAFTER, Engine, Probe, evaluation
-from specrl.rollout.engines.transfer import Meta
+from specrl.rollout.engines.base import DRAFTER, Engine, Meta, Probe, evaluation
 from specrl.rollout.types import RolloutError
 
 PROBE_TOKENS = 64
@@ -89,7 +88,7 @@ def check_shared(own_weights: bool, accelerator: Accelerator) -> None:
 class PolicyWeights:
     """A policy's weights under their Hugging Face names: LoRA merged, FSDP2 shards gathered, tied weights once.
 
-    It implements rollout.engines.transfer.Source. Iterating over it gathers, merges and casts one tensor at a time.
+    It implements rollout.engines.base.Source. Iterating over it gathers, merges and casts one tensor at a time.
 
     Args:
         dtype: the engine's dtype; None keeps the dtype of each weight.

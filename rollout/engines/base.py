@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -196,11 +196,30 @@ class Engine(Protocol):
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-prob of each of `tokens[1:]` given the tokens before it, at temperature 1, under the engine's weights."""
 
-    def reset_cache(self) -> None:
-        """Drops all KV of older weights."""
-
     def close(self) -> None:
         """Frees what the engine holds; may be called twice."""
+
+
+class Meta(NamedTuple):
+    """A weight that an update will bring."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Weights that can be walked again, with the same values until the next update. What vLLM calls a WeightSource."""
+
+    collective: bool
+    """Every training process has to walk at the same time, as each holds a part."""
+
+    def metadata(self) -> list[Meta]:
+        """The weights that walking yields, in that order; nothing is gathered, merged or copied."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor), one at a time."""
 
 
 @runtime_checkable

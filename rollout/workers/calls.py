@@ -28,7 +28,6 @@ class Task:
     method: str
     args: tuple
     share: Share = field(default_factory=list)
-    splits: int = 0
 
 
 @dataclass(slots=True)

@@ -1,20 +1,21 @@
-"""How a pool's workers get the weights that they must have. Knows nothing of Ray."""
+"""How a pool's workers get the weights that they must have; the route depends on the GPUs. Knows nothing of Ray."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from specrl.rollout.engines.base import Probe
-from specrl.rollout.engines.transfer import Route, Source, Topology, choose_route
+from specrl.rollout.engines.base import Probe, Source
 from specrl.rollout.types import RolloutError
 from specrl.rollout.workers.worker import Arrays, WorkerInfo, gpu_uuid, to_arrays
 
 logger = logging.getLogger(__name__)
+
+Route = Literal["ipc", "nccl", "memory"]
 
 
 class Delivery:
@@ -29,7 +30,9 @@ class Delivery:
     """
 
     def __init__(self, put: Callable[[Arrays], Any], call: Callable[[str, Sequence[tuple]], None], address: str):
-        self._put, self._call, self._address = put, call, address
+        self._put = put
+        self._call = call
+        self._address = address
         self.route: Route | None = None
         """Of the last update."""
         self._weights: Iterable[tuple[str, Tensor]] | None = None
@@ -73,17 +76,14 @@ class Delivery:
     def choose(self, workers: Sequence[WorkerInfo]) -> None:
         """Chooses the route to these workers, and logs it if it has changed."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        topology = Topology(
-            trainer=gpu_uuid(),
-            workers=tuple(uuid for worker in workers for uuid in worker.rank_gpus or ("",)),
-            num_workers=len(workers),
-            trainers=torch.distributed.get_world_size() if distributed else 1,
-        )
-        route, why = choose_route(topology)
-        if not isinstance(self._weights, Source):
+        trainer = gpu_uuid()
+        if isinstance(self._weights, Source):
+            ranks = [uuid for worker in workers for uuid in worker.rank_gpus or ("",)]
+            route, why = choose_route(trainer, ranks, torch.distributed.get_world_size() if distributed else 1)
+        else:
             route, why = "memory", "these weights can be walked only once"
         if route != self.route:
-            level = logging.WARNING if route == "memory" and topology.trainer else logging.INFO
+            level = logging.WARNING if route == "memory" and trainer else logging.INFO
             logger.log(level, "weights reach %d workers by route %s: %s", len(workers), route, why)
             self.unlink()
         self.route = route
@@ -135,3 +135,27 @@ class Delivery:
         except BaseException:
             self.unlink()  # or this process would wait in a collective for a worker that failed
             raise
+
+
+def choose_route(trainer: str, ranks: Sequence[str], trainers: int) -> tuple[Route, str]:
+    """The route for the weights, and why.
+
+    ipc: the trainer's GPU memory, opened by the workers. nccl: broadcast from GPU to GPU. memory: a copy in the host's
+    shared memory, which works everywhere.
+
+    Args:
+        trainer: UUID of the trainer's GPU; empty for none.
+        ranks: of each rank of each worker; empty where the worker cannot receive.
+        trainers: training processes.
+    """
+    if not trainer:
+        return "memory", "the trainer has no GPU"
+    if not all(ranks):
+        return "memory", "there are workers without a GPU, or whose engine receives nothing"
+    if set(ranks) == {trainer}:
+        if trainers > 1:  # vLLM merges the handles of all processes, which need not all have chosen this way
+            return "memory", f"CUDA IPC is used from one trainer process only, not from {trainers}"
+        return "ipc", "all workers share the trainer's GPU"
+    if len({trainer, *ranks}) == 1 + len(ranks):
+        return "nccl", "every rank has a GPU of its own"
+    return "memory", "NCCL needs a GPU for each rank, and only some of them share the trainer's"

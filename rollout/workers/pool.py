@@ -28,9 +28,6 @@ from specrl.rollout.workers.worker import Failure, Share, WorkerInfo, gpu_uuid, 
 
 logger = logging.getLogger(__name__)
 
-MAX_SPLITS = 3
-"""How often a share that runs out of memory is split in two."""
-
 
 class RolloutPool:
     """An Engine made of `cluster.num_workers` Ray actors; needs a connected Ray (specrl.run.cluster.connect).
@@ -54,7 +51,9 @@ class RolloutPool:
     own_weights = True
 
     def __init__(self, spec: EngineSpec, cluster: ClusterConfig, build: Callable[[EngineSpec], Engine] = build_engine):
-        self.spec, self.cluster, self.weight_version = spec, cluster, 0
+        self.spec = spec
+        self.cluster = cluster
+        self.weight_version = 0
         self.replaced = 0
         """Workers replaced so far."""
         self._build = build
@@ -68,11 +67,9 @@ class RolloutPool:
             for worker in self._workers:
                 self._start(worker)
             self._wait_idle()
-        self.not_ahead = ""
-        if not all(info.works_ahead for info in self._infos):
-            self.not_ahead = "the workers' engine cannot be stopped between passes"
-        elif (trainer := gpu_uuid()) and any(info.gpu == trainer for info in self._infos):
-            self.not_ahead = "a rollout worker shares the trainer's GPU"
+        trainer = gpu_uuid()
+        shared = bool(trainer) and any(info.gpu == trainer for info in self._infos)
+        self.not_ahead = "a rollout worker shares the trainer's GPU" if shared else ""
 
     @property
     def _infos(self) -> list[WorkerInfo]:
@@ -99,12 +96,14 @@ class RolloutPool:
                 elif not rows:
                     raise RolloutError(f"{worker} failed without any rows: {outcome}")
                 elif outcome.kind == "memory" or len(task.share) > 1:
-                    tasks.extendleft(self._halves(requests, task, outcome))
+                    tasks.extendleft(self._halves(requests, task.share, outcome))
                     continue
                 else:
                     first = first or outcome
-                    at, why = self.weight_version, outcome.reason
-                    completions = [Completion([], [], [], [], "length", at, 0, failure=why) for _ in rows]
+                    version = self.weight_version
+                    completions = [
+                        Completion([], [], [], [], "length", version, 0, failure=outcome.reason) for _ in rows
+                    ]
                 for i, completion in zip(rows, completions, strict=True):
                     done[i] = completion
                 self._check_failed(done, first, tolerated)
@@ -146,11 +145,6 @@ class RolloutPool:
             self._halt()
         return self._ahead.take()
 
-    def reset_cache(self) -> None:
-        with self._closed_on_error():
-            self._wait_idle()
-            self._broadcast("reset_cache")
-
     def close(self) -> None:
         """Ends the worker processes; may be called twice."""
         for worker in self._workers:
@@ -159,23 +153,21 @@ class RolloutPool:
         self._workers = []
         self._delivery.unlink()
 
-    def _task(self, requests: Sequence[Request], share: Share, splits: int = 0) -> Task:
+    def _task(self, requests: Sequence[Request], share: Share) -> Task:
         rows = [requests[i] for group in share for i in group]
-        return Task("generate", (self.weight_version, rows), share, splits)
+        return Task("generate", (self.weight_version, rows), share)
 
-    def _halves(self, requests: Sequence[Request], task: Task, failure: Failure) -> list[Task]:
-        """The task split in two: to fit the memory, or to isolate the prompt that fails."""
-        out_of_memory = failure.kind == "memory"
-        share = task.share if len(task.share) > 1 else [[i] for i in task.share[0]]
-        if out_of_memory and (task.splits == MAX_SPLITS or len(share) == 1):
-            rows = sum(map(len, task.share))
+    def _halves(self, requests: Sequence[Request], share: Share, failure: Failure) -> list[Task]:
+        """The share split in two: to fit the memory, or to isolate the prompt that fails."""
+        if len(share) == 1:  # out of memory with the rows of one prompt
+            share = [[i] for i in share[0]]
+        if len(share) == 1:
             raise RolloutError(
-                f"a worker is out of memory with {rows} of {len(requests)} rows, cut {task.splits} times. Use a "
-                f"smaller rollout.rows_per_batch, rollout.tokens_per_pass or rollout.logits_mb. {failure}"
+                f"a worker is out of memory with 1 of {len(requests)} rows. Use a smaller rollout.rows_per_batch, "
+                f"rollout.tokens_per_pass or rollout.logits_mb. {failure}"
             )
         middle = len(share) // 2
-        splits = task.splits + out_of_memory
-        return [self._task(requests, half, splits) for half in (share[:middle], share[middle:])]
+        return [self._task(requests, half) for half in (share[:middle], share[middle:])]
 
     def _check_failed(self, done: Sequence[Completion | None], first: Failure | None, tolerated: int) -> None:
         failed = sum(c is not None and bool(c.failure) for c in done)

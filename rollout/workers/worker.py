@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specrl.rollout.engines.base import Engine, EngineSpec, Probe, out_of_memory
-from specrl.rollout.engines.transfer import Meta, Receives, Route
+from specrl.rollout.engines.base import Engine, EngineSpec, Meta, Probe, out_of_memory
 from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 
 Arrays = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]
@@ -51,8 +50,6 @@ class WorkerInfo:
     pid: int
     gpu: str
     """UUID of the GPU that it computes on; empty for none."""
-    works_ahead: bool
-    """Its engine can be stopped between passes."""
     rank_gpus: tuple[str, ...] = ()
     """UUID of the GPU of each rank of an engine that receives weights; empty where it does not."""
 
@@ -95,16 +92,15 @@ class RolloutWorker:
         else:
             self.update_weights(arrays, version, probe)
         updates = getattr(self.engine, "updates", None)
-        rank_gpus = updates.gpus if isinstance(updates, Receives) else ()
-        return WorkerInfo(os.getpid(), gpu_uuid(), hasattr(self.engine, "ahead"), rank_gpus)
+        return WorkerInfo(os.getpid(), gpu_uuid(), updates.gpus if updates else ())
 
     def update_weights(self, arrays: Arrays | None, version: int, probe: Probe | None) -> None:
         self.version = None
         self.engine.update_weights(None if arrays is None else to_tensors(arrays), version, probe)
         self.version = version
 
-    def join(self, route: Route, init: dict[str, Any]) -> None:
-        """See Receives, also for the next three methods."""
+    def join(self, route: str, init: dict[str, Any]) -> None:
+        """See Updates of rollout/engines/vllm/weights.py, also for the next three methods."""
         self.engine.updates.join(route, init)
 
     def begin_update(self, version: int, metadata: Sequence[Meta]) -> None:
@@ -139,9 +135,6 @@ class RolloutWorker:
     def score(self, version: int, tokens: Sequence[int]) -> list[float]:
         self._check_version(version)
         return self.engine.score(tokens)
-
-    def reset_cache(self) -> None:
-        self.engine.reset_cache()
 
     def _check_version(self, version: int) -> None:
         if version != self.version:

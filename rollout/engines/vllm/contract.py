@@ -14,87 +14,75 @@ import vllm
 
 from specrl.rollout.types import RolloutError
 
-_GPU, _SCHEDULER = "vllm.v1.worker.gpu.", "vllm.v1.core.sched."
-_SAMPLE = ("logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos")
-_HOST = {
-    f"{_SCHEDULER}scheduler:Scheduler._update_request_with_output": ("self", "request", "new_token_ids", "is_stale"),
-    f"{_SCHEDULER}utils:check_stop": ("request", "max_model_len"),
-    "vllm.v1.request:Request.append_output_token_ids": ("self", "token_ids"),
+_GPU = "vllm.v1.worker.gpu."
+_SCHEDULER = "vllm.v1.core.sched."
+_SYNCHRONOUS = {
+    f"{_SCHEDULER}scheduler:Scheduler._update_request_with_output": "self request new_token_ids is_stale",
+    f"{_SCHEDULER}utils:check_stop": "request max_model_len",
+    "vllm.v1.request:Request.append_output_token_ids": "self token_ids",
 }
-_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
-NAMES = {
-    "served": {
-        "vllm.v1.engine.core:EngineCore": ("preprocess_add_request", "vllm_config"),
-        "vllm.v1.engine.core:EngineCore.preprocess_add_request": ("self", "request"),
-        "vllm.v1.engine.input_processor:InputProcessor": ("process_inputs", "vllm_config"),
-        "vllm.v1.engine:EngineCoreRequest": ("sampling_params", "prompt_token_ids", "mm_features"),
-    },
-    "v1": {
-        **_HOST,
-        f"{_V1}._sample": ("self", "logits", "spec_decode_metadata"),
-        _V1: (
-            *("input_batch", "discard_request_mask", "query_start_loc", "effective_drafter_max_model_len", "drafter"),
-            "compute_logits",
-        ),
-        "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": ("num_draft_tokens", "draft_token_ids"),
-        "vllm.v1.outputs:SamplerOutput": ("sampled_token_ids", "logprobs_tensors"),
-    },
-    "v2": {
-        **_HOST,
-        f"{_GPU}sample.sampler:Sampler.__call__": ("self", "logits", "input_batch"),
-        f"{_GPU}sample.sampler:Sampler.sample": (
-            *("self", *_SAMPLE, "input_ids"),
-            *("expanded_local_pos", "seq_lens_upper_bound_np", "return_logprobs"),
-        ),
-        f"{_GPU}sample.sampler:Sampler._sample_random": (
-            *("self", "processed_logits", "expanded_idx_mapping", "idx_mapping_np", "pos"),
-            *("top_k", "top_p", "use_fused_sampler"),
-        ),
-        f"{_GPU}spec_decode.rejection_sampler:RejectionSampler.__call__": (
-            *("self", "logits", "input_batch", "draft_logits", "invalid_drafts"),
-        ),
-        f"{_GPU}spec_decode.rejection_sampler:RejectionSampler._verify": (
-            *("self", "logits", "draft_logits", "draft_sampled", "pos", "cu_num_logits", "idx_mapping"),
-            *("idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos", "seq_lens_upper_bound_np"),
-            "verify_draft_sampled",
-        ),
-        f"{_GPU}spec_decode.speculator:BaseSpeculator.propose": (
-            *("self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states"),
-            *("num_sampled", "num_rejected", "last_sampled", "next_prefill_tokens", "temperature", "seeds"),
-            *("dp_sync_state", "dummy_run", "skip_attn_for_dummy_run", "mm_inputs", "is_profile"),
-            "num_speculative_tokens",
-        ),
-        f"{_GPU}spec_decode.speculator:BaseSpeculator.init_cudagraph_manager": ("self", "cudagraph_mode"),
-        f"{_GPU}spec_decode.speculator:DraftModelSpeculator.sample_draft": (
-            *("self", "hidden_states", "sample_src_positions", "idx_mapping", "temperature", "seeds", "draft_step"),
-            *("draft_logits", "spec_step_idx"),
-        ),
-        f"{_GPU}spec_decode.speculator:DraftModelSpeculator.compute_draft_logits": (
-            *("self", "hidden_states", "spec_step_idx"),
-        ),
-        f"{_GPU}model_runner:GPUModelRunner": ("compute_logits", "get_draft_model", "vocab_size"),
-        "vllm.v1.worker.gpu_worker:Worker": ("weight_transfer_engine", "get_draft_model"),
-        f"{_GPU}model_runner:GPUModelRunner.take_draft_token_ids": ("self",),
-        f"{_GPU}model_states.interface:ModelState.add_request": ("self", "req_index", "new_req_data"),
-        f"{_GPU}input_batch:InputBatch": (
-            *("idx_mapping_np", "num_tokens", "is_prefilling_np", "prefill_len_np", "cu_num_logits_np"),
-        ),
-        f"{_GPU}states:RequestState": ("prompt_len", "total_len", "all_token_ids", "req_id_to_index"),
-        f"{_GPU}sample.states:SamplingStates": ("temperature", "top_k", "vocab_size"),
-        "vllm.v1.worker.gpu_worker:Worker.load_model": ("self", "load_dummy_weights"),
-        f"{_SCHEDULER}scheduler:Scheduler.add_request": ("self", "request"),
-        f"{_SCHEDULER}async_scheduler:AsyncScheduler._update_after_schedule": ("self", "scheduler_output"),
-        f"{_SCHEDULER}async_scheduler:AsyncScheduler._update_request_with_output": (
-            *("self", "request", "new_token_ids", "is_stale"),
-        ),
-    },
+_SERVED = {
+    "vllm.v1.engine.core:EngineCore": "preprocess_add_request vllm_config",
+    "vllm.v1.engine.core:EngineCore.preprocess_add_request": "self request",
+    "vllm.v1.engine.input_processor:InputProcessor": "process_inputs vllm_config",
+    "vllm.v1.engine:EngineCoreRequest": "sampling_params prompt_token_ids mm_features",
 }
+_V1 = {
+    **_SYNCHRONOUS,
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample": "self logits spec_decode_metadata",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
+        "input_batch discard_request_mask query_start_loc effective_drafter_max_model_len drafter compute_logits"
+    ),
+    "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": "num_draft_tokens draft_token_ids",
+    "vllm.v1.outputs:SamplerOutput": "sampled_token_ids logprobs_tensors",
+}
+_V2 = {
+    **_SYNCHRONOUS,
+    f"{_GPU}sample.sampler:Sampler.__call__": "self logits input_batch",
+    f"{_GPU}sample.sampler:Sampler.sample": (
+        "self logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos "
+        "seq_lens_upper_bound_np return_logprobs"
+    ),
+    f"{_GPU}sample.sampler:Sampler._sample_random": (
+        "self processed_logits expanded_idx_mapping idx_mapping_np pos top_k top_p use_fused_sampler"
+    ),
+    f"{_GPU}spec_decode.rejection_sampler:RejectionSampler.__call__": (
+        "self logits input_batch draft_logits invalid_drafts"
+    ),
+    f"{_GPU}spec_decode.rejection_sampler:RejectionSampler._verify": (
+        "self logits draft_logits draft_sampled pos cu_num_logits idx_mapping idx_mapping_np expanded_idx_mapping "
+        "expanded_local_pos seq_lens_upper_bound_np verify_draft_sampled"
+    ),
+    f"{_GPU}spec_decode.speculator:BaseSpeculator.propose": (
+        "self input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states num_sampled num_rejected "
+        "last_sampled next_prefill_tokens temperature seeds dp_sync_state dummy_run skip_attn_for_dummy_run mm_inputs "
+        "is_profile num_speculative_tokens"
+    ),
+    f"{_GPU}spec_decode.speculator:BaseSpeculator.init_cudagraph_manager": "self cudagraph_mode",
+    f"{_GPU}spec_decode.speculator:DraftModelSpeculator.sample_draft": (
+        "self hidden_states sample_src_positions idx_mapping temperature seeds draft_step draft_logits spec_step_idx"
+    ),
+    f"{_GPU}spec_decode.speculator:DraftModelSpeculator.compute_draft_logits": "self hidden_states spec_step_idx",
+    f"{_GPU}model_runner:GPUModelRunner": "compute_logits get_draft_model vocab_size",
+    f"{_GPU}model_runner:GPUModelRunner.take_draft_token_ids": "self",
+    f"{_GPU}model_states.interface:ModelState.add_request": "self req_index new_req_data",
+    f"{_GPU}input_batch:InputBatch": "idx_mapping_np num_tokens is_prefilling_np prefill_len_np cu_num_logits_np",
+    f"{_GPU}states:RequestState": "prompt_len total_len all_token_ids req_id_to_index",
+    f"{_GPU}sample.states:SamplingStates": "temperature top_k vocab_size",
+    "vllm.v1.worker.gpu_worker:Worker": "weight_transfer_engine get_draft_model",
+    "vllm.v1.worker.gpu_worker:Worker.load_model": "self load_dummy_weights",
+    f"{_SCHEDULER}scheduler:Scheduler.add_request": "self request",
+    f"{_SCHEDULER}async_scheduler:AsyncScheduler._update_after_schedule": "self scheduler_output",
+    f"{_SCHEDULER}async_scheduler:AsyncScheduler._update_request_with_output": "self request new_token_ids is_stale",
+}
+NAMES = {"served": _SERVED, "v1": _V1, "v2": _V2}
 """By model runner: `module:name`, and the arguments of a function or names that a class must have, in this order."""
 
 
 def check(runner: str) -> None:
     """Raises RolloutError naming what the installed vLLM lacks or has otherwise."""
-    for path, wanted in NAMES.get(runner, {}).items():
+    for path, words in NAMES[runner].items():
+        wanted = words.split()
         module, _, names = path.partition(":")
         try:
             target: Any = import_module(module)
@@ -108,7 +96,7 @@ def check(runner: str) -> None:
             if missing:
                 raise _differs(path, f"has no {missing[0]}", runner)
         else:
-            arguments = tuple(inspect.signature(target).parameters)
+            arguments = list(inspect.signature(target).parameters)
             if arguments != wanted:
                 raise _differs(path, f"has ({', '.join(arguments)})", runner)
 

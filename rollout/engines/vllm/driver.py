@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 from vllm import LLM
 from vllm import SamplingParams as VLLMSamplingParams
@@ -20,29 +20,17 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from specrl.rollout.drafting.draft import DrafterFault, ask
-from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.drafting.suffix import SuffixDrafter
 from specrl.rollout.engines.response import refuse_unusable
 from specrl.rollout.engines.vllm.batch import BUG, LogprobBuffer, StepBatch, VLLMRow
 from specrl.rollout.engines.vllm.device import MOST_TEXTS
-from specrl.rollout.engines.vllm.flow import Flow, Step
-from specrl.rollout.engines.vllm.logits import LogitsBudget
+from specrl.rollout.engines.vllm.flow import Step
 from specrl.rollout.engines.vllm.scheduler import DraftLengths
+from specrl.rollout.engines.vllm.v1 import V1Adapter
+from specrl.rollout.engines.vllm.v2 import V2Adapter
 from specrl.rollout.engines.vllm.wire import KEY, TEXTS, pack_text
 from specrl.rollout.types import EngineStats, Request, RolloutError
 from specrl.rollout.verify import Accepted, exact
-
-
-class Adapter(Protocol):
-    """What differs between vLLM's model runners."""
-
-    flow: Flow
-
-    def install(self, runner: Any) -> None:
-        """Makes vLLM's model runner sample and draft by the flow."""
-
-    def sampling_params(self, row: VLLMRow) -> dict[str, Any]:
-        """The row's sampling params as this model runner needs them, in arguments of vLLM's SamplingParams."""
 
 
 @dataclass(kw_only=True)
@@ -50,14 +38,15 @@ class HostFlow:
     """Generates each response with one request."""
 
     llm: LLM
-    adapter: Adapter
+    adapter: V1Adapter | V2Adapter
 
     def __post_init__(self):
         self.llm.collective_rpc("specrl_install_adapter", args=(self.adapter,))
 
     def run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool], weight_version: int) -> EngineStats:
         """Finishes every row, unless `stop` says before a step that this is enough."""
-        flow, engine = self.adapter.flow, self.llm.llm_engine
+        flow = self.adapter.flow
+        engine = self.llm.llm_engine
         flow.weight_version = weight_version
         flow.stats = EngineStats()
         flow.step = Step()
@@ -72,7 +61,7 @@ class HostFlow:
                 flow.step = flow.step.next()
                 began = time.perf_counter()
                 outputs |= step(self.llm)
-                self._count(flow, time.perf_counter() - began)
+                flow.observe(time.perf_counter() - began - flow.step.draft_s)
         finally:
             engine.abort_request(list(flow.rows), internal=True)  # those that have not ended
             flow.rows = {}
@@ -83,15 +72,6 @@ class HostFlow:
                 check_same(i, row, outputs.get(i))
         return flow.stats
 
-    @staticmethod
-    def _count(flow: Flow, seconds: float) -> None:
-        step = flow.step
-        seconds -= step.draft_s
-        flow.stats.draft_s += step.draft_s
-        flow.stats.count_pass(step.tokens, seconds, step.drafted > 0, step.decoding)
-        if step.decoding:
-            flow.observe(seconds)
-
 
 @dataclass(kw_only=True)
 class DeviceFlow:
@@ -99,57 +79,50 @@ class DeviceFlow:
 
     Args:
         llm: vLLM, with `DraftScheduler` and the keyed sampler.
-        source: what proposes: `texts`, `model` (rollout.drafter), or vLLM's name of a speculator.
-        drafting: its budget decides how much.
-        draft_tokens: most draft tokens of a row in one step.
-        budget: draft tokens of all rows in one step; those that draft share it.
+        lengths: decides how much each row drafts. Its source is `texts`, `model` (rollout.drafter), or vLLM's name of a
+            speculator.
     """
 
     llm: LLM
-    source: str
-    drafting: Drafting
-    draft_tokens: int
-    budget: LogitsBudget
-    _lengths: DraftLengths = field(init=False)
+    lengths: DraftLengths
 
     def __post_init__(self) -> None:
-        self.llm.collective_rpc("specrl_install_device", args=(self.source == "texts",))
+        self.llm.collective_rpc("specrl_install_device", args=(self.lengths.source == "texts",))
         core: Any = self.llm.llm_engine.engine_core  # in process
         self._scheduler = core.engine_core.scheduler
-        self._lengths = self._scheduler.draft_lengths = DraftLengths(
-            source=self.source, drafting=self.drafting, draft_tokens=self.draft_tokens, budget=self.budget
-        )
+        self._scheduler.draft_lengths = self.lengths
 
     def run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool], weight_version: int) -> EngineStats:
         """Finishes every row, unless `stop` says before a step that this is enough."""
-        stats = self._lengths.stats = EngineStats()
+        stats = self.lengths.stats = EngineStats()
         engine = self.llm.llm_engine
         outputs: dict[int, CompletionOutput] = {}
-        self.budget.renew()
+        self.lengths.budget.renew()
         names = []
         try:
             for i, row in enumerate(rows):
                 names.append(self._submit(str(i), row))
-            self._lengths.began = time.perf_counter()
+            self.lengths.began = time.perf_counter()
             while engine.has_unfinished_requests() and not stop():
                 outputs |= step(self.llm)
             for i, (name, row) in enumerate(zip(names, rows, strict=True)):
                 if output := outputs.get(i):
-                    _fill(row, output, self._lengths.requests[name].emitted, weight_version)
+                    _fill(row, output, self.lengths.requests[name].emitted, weight_version)
                     check_same(i, row, output)
                 elif stop():
                     row.tokens = list(self._scheduler.requests[name].output_token_ids)
                 else:
-                    raise RolloutError(f"vLLM left row {i} of {len(rows)} unfinished; {BUG}")
+                    check_same(i, row, None)
         finally:
             engine.abort_request(names, internal=True)  # those that have not ended
-            self._lengths.requests.clear()
+            self.lengths.requests.clear()
         return stats
 
     def _submit(self, name: str, row: VLLMRow) -> str:
         """Hands a request to vLLM; returns vLLM's own id of it."""
         texts: list[str] = []
-        if row.drafting and self.source == "texts":
+        from_texts = self.lengths.source == "texts"
+        if row.drafting and from_texts:
             try:
                 texts = texts_of(row.request)
             except DrafterFault as fault:
@@ -165,7 +138,7 @@ class DeviceFlow:
             logprobs=0,
             flat_logprobs=True,
         )
-        self._lengths.admit(name, bool(texts) or (row.drafting and self.source != "texts"))
+        self.lengths.admit(name, bool(texts) if from_texts else row.drafting)
         return name
 
 

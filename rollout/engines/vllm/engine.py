@@ -35,9 +35,10 @@ from specrl.rollout.engines.local.sampler import rows_per_chunk
 from specrl.rollout.engines.response import check_request
 from specrl.rollout.engines.vllm.batch import VLLMRow
 from specrl.rollout.engines.vllm.contract import check as check_names
-from specrl.rollout.engines.vllm.driver import Adapter, DeviceFlow, HostFlow
+from specrl.rollout.engines.vllm.driver import DeviceFlow, HostFlow
 from specrl.rollout.engines.vllm.flow import Flow
 from specrl.rollout.engines.vllm.logits import logits_budget
+from specrl.rollout.engines.vllm.scheduler import DraftLengths
 from specrl.rollout.engines.vllm.settings import choose_runner, executor, settings, speculation
 from specrl.rollout.engines.vllm.v1 import V1Adapter
 from specrl.rollout.engines.vllm.v2 import V2Adapter
@@ -45,8 +46,6 @@ from specrl.rollout.engines.vllm.weights import Updates, WeightCheck
 from specrl.rollout.engines.vllm.worker import TRANSFER
 from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 from specrl.rollout.verify import AcceptanceRule
-
-_WORKER = "specrl.rollout.engines.vllm.worker"
 
 
 class VLLMEngine:
@@ -72,7 +71,10 @@ class VLLMEngine:
                 "rollout.vllm.compile=on has no effect with TORCH_COMPILE_DISABLE=1, which specrl sets on a CPU. Set "
                 "TORCH_COMPILE_DISABLE=0 in the environment, or take rollout.vllm.compile=auto"
             )
-        self.spec, self.sampling, self.rule, self.drafting = spec, sampling, rule, drafting
+        self.spec = spec
+        self.sampling = sampling
+        self.rule = rule
+        self.drafting = drafting
         self.runner = choose_runner(spec, sampling)
         check_names(self.runner)
         self._borrowed_group = torch.distributed.is_initialized()
@@ -172,13 +174,14 @@ class VLLMEngine:
     # Start --------------------------------------------------------------------------------------------------------
 
     def _start(self) -> tuple[WeightCheck, LLM]:
-        more: dict[str, Any] = {"worker_extension_cls": f"{_WORKER}.WorkerExtension"}
-        more["weight_transfer_config"] = {"backend": TRANSFER}
-        more |= speculation(self.spec, self.runner) | executor(self.spec.rollout.vllm.tensor_parallel)
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(self.runner == "v2"))
+        arguments: dict[str, Any] = settings(self.spec) | speculation(self.spec, self.runner)
+        arguments |= executor(self.spec.rollout.vllm.tensor_parallel)
+        arguments["worker_extension_cls"] = "specrl.rollout.engines.vllm.worker.WorkerExtension"
+        arguments["weight_transfer_config"] = {"backend": TRANSFER}
         try:
             with _unchanged_process():
-                return WeightCheck(self.spec), LLM(**settings(self.spec), **more)
+                return WeightCheck(self.spec), LLM(**arguments)
         except (ImportError, ValueError, RuntimeError, OSError, AssertionError) as error:
             raise self._refused(error) from error
 
@@ -194,25 +197,23 @@ class VLLMEngine:
         dtype = getattr(torch, self.spec.dtype)
         budget = logits_budget(self.vocab, config.logits_mb, dtype, config.tokens_per_pass)
         if config.on_device:
-            return DeviceFlow(
-                llm=self._llm,
+            lengths = DraftLengths(
                 source="model" if config.drafter else config.vllm.speculator.partition("=")[0],
                 drafting=self.drafting,
                 draft_tokens=config.vllm.draft_tokens,
                 budget=budget,
             )
+            return DeviceFlow(llm=self._llm, lengths=lengths)
         flow = Flow(
             rule=self.rule,
             drafting=self.drafting,
             draft_tokens=config.vllm.draft_tokens,
             budget=budget,
-            tie_margin=config.tie_margin if dtype == torch.float32 else 0.0,
         )
         if self.runner == "v2":
-            adapter: Adapter = V2Adapter(flow=flow)
-        else:
-            adapter = V1Adapter(flow=flow, chunk=rows_per_chunk(self.vocab, config.logits_mb))
-        return HostFlow(llm=self._llm, adapter=adapter)
+            return HostFlow(llm=self._llm, adapter=V2Adapter(flow=flow))
+        chunk = rows_per_chunk(self.vocab, config.logits_mb)
+        return HostFlow(llm=self._llm, adapter=V1Adapter(flow=flow, chunk=chunk))
 
     def _calibrate(self) -> None:
         """Times passes of few and of many tokens for the budget: the best of three, after a warm-up."""
@@ -266,12 +267,14 @@ def _one_thread() -> Iterator[None]:
 @contextmanager
 def _unchanged_process() -> Iterator[None]:
     """Undoes what vLLM's start does to the trainer's process: it seeds all generators, disables a torch function."""
-    states, threads = (random.getstate(), np.random.get_state()), torch.set_num_threads
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    set_num_threads = torch.set_num_threads
     try:
         # of this process's GPU: asking another one for its state would open a context there
         with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
             yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_num_threads = threads
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_num_threads = set_num_threads

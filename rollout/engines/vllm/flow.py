@@ -17,7 +17,7 @@ from torch import Tensor
 from specrl.rollout.drafting.draft import EMPTY, Draft
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.response import refuse_unusable
-from specrl.rollout.engines.vllm.batch import BUG, LogprobBuffer, StepBatch, VerifyInputs, VLLMRow, ranges
+from specrl.rollout.engines.vllm.batch import BUG, LogprobBuffer, StepBatch, VerifyInputs, VLLMRow
 from specrl.rollout.engines.vllm.logits import LogitsBudget
 from specrl.rollout.types import EngineStats, RolloutError
 from specrl.rollout.verify import AcceptanceRule, Accepted, TargetSamples, exact
@@ -56,15 +56,12 @@ class Flow:
     Args:
         draft_tokens: most draft tokens of a row in one step.
         budget: draft tokens of all rows in one step; those that have drafts share it.
-        tie_margin: gaps below it are counted. On a CPU one thread computes a position's logits bit for bit the same in
-            every step, so near ties need no arbiter; elsewhere their number says how often rounding could have decided.
     """
 
     drafting: Drafting
     draft_tokens: int
     budget: LogitsBudget
     rule: AcceptanceRule = exact
-    tie_margin: float = 0.0
     weight_version: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
     """Of the current rollout."""
@@ -156,8 +153,7 @@ class Flow:
             RolloutError: logits of a row are NaN or infinite.
         """
         gaps = packed[3].view(np.float32)
-        unclear = not gaps.min() >= self.tie_margin  # or one is NaN
-        if unclear:
+        if np.isnan(gaps.min()):
             refuse_unusable((~np.isnan(gaps[inputs.sampled])).tolist(), self.weight_version)
         if self.rule is exact:
             counts = self._accept_exact(inputs, drafts, packed)
@@ -167,9 +163,6 @@ class Flow:
         if missing:
             packed[0, inputs.starts[missing]] = 0
             counts[missing] = 1
-        if unclear:
-            emitted = ranges(inputs.starts, np.minimum(inputs.sizes, counts))
-            self.stats.ties += int((gaps[emitted] < self.tie_margin).sum())
         batch.num_tokens += np.delete(counts, missing) if missing else counts
         self.step.emitted += int(counts.sum()) - len(missing)
         return packed[0], counts
@@ -239,8 +232,11 @@ class Flow:
         Prompts that it read take time that no draft is to blame for, so its rows are counted only where it read none.
         """
         step = self.step
-        rows = step.rows if step.tokens == step.rows + step.drafted else 0
-        self.drafting.budget.observe_pass(step.tokens, seconds, rows, emitted=step.emitted, asking=step.asking)
+        self.stats.draft_s += step.draft_s
+        self.stats.count_pass(step.tokens, seconds, step.drafted > 0, step.decoding)
+        if step.decoding:
+            rows = step.rows if step.tokens == step.rows + step.drafted else 0
+            self.drafting.budget.observe_pass(step.tokens, seconds, rows, emitted=step.emitted, asking=step.asking)
 
     def keep_hidden(self, model: Any) -> None:
         """Stores the hidden states that vLLM's model computes a step's logits from, if the rule reads them."""

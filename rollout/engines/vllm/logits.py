@@ -95,22 +95,18 @@ class LogitsBudget:
         return share
 
 
-def logits_budget(vocab: int, logits_mb: int, dtype: torch.dtype, step: int, served: bool = False) -> LogitsBudget:
+def logits_budget(vocab: int, logits_mb: int, dtype: torch.dtype, step: int) -> LogitsBudget:
     """The budget of an engine in this process.
 
-    Args:
-        dtype: of the model's logits.
-        step: most tokens of a step.
-        served: the engine is somebody else's server.
+    Args: dtype: of the model's logits; step: most tokens of a step.
     """
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() or not torch.cuda.is_available():
-        tokens = max_draft_tokens(vocab, logits_mb)
-        return LogitsBudget(tokens, step=step, remedies=OF_CPU_SERVER if served else ON_CPU)
+        return LogitsBudget(max_draft_tokens(vocab, logits_mb), step=step, remedies=ON_CPU)
     device = torch.device("cuda", torch.cuda.current_device())
 
     def measure() -> int:
         return max_draft_tokens(vocab, logits_mb, free=free_bytes(device), width=dtype.itemsize)
 
-    return LogitsBudget(measure(), measure, step, OF_SERVER if served else Remedies())
+    return LogitsBudget(measure(), measure, step, Remedies())

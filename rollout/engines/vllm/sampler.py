@@ -120,7 +120,7 @@ class KeyedSampler(Sampler):
         return torch.where(temperature[:, 0] > 0, sampled, logits.argmax(-1))
 
     def _cuts(self, logits: Tensor, index: Tensor, idx_mapping_np: np.ndarray) -> tuple[tuple[int, float], Tensor]:
-        """Top-k and top-p that the draw still has to apply, and logits [N, V] to which the others are applied."""
+        """Top-k and top-p that sampling still has to apply, and logits [N, V] to which the others are applied."""
         columns = (self.sampling_states.top_k.np[idx_mapping_np], self.requests.top_p_np[idx_mapping_np])
         pairs = {*zip(*(column.tolist() for column in columns), strict=True)}
         reports_logprobs = self.sampling_states.max_num_logprobs(idx_mapping_np) != NO_LOGPROBS

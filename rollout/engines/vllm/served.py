@@ -1,13 +1,8 @@
 """Keyed requests in somebody else's vLLM server: exact reuse for trainers that own their engines.
 
 A server that is started with `ENGINE_ARGS` samples a request whose `extra_args` hold a KeyedRequest with this package's
-noise, and drafts from the texts that it brought; vLLM itself samples all others. The tokens of a keyed request are
-those of the same request without texts. served_v1.py and served_v2.py do this for vLLM's two model runners.
-
-A keyed request that cannot be served is refused alone. A server's steps sample many requests together, so a bad one
-would end all of them, and the server. Requests are checked in two places. In the process that takes requests, where
-that process imports this module (an engine in process, `serve_by_default`): its caller gets the error, an HTTP client
-status 400. And in the engine's core, which always imports it: there the request ends with the finish reason `error`.
+noise, and drafts from the texts that it brought; vLLM itself samples all others. served_v1.py and served_v2.py do this
+for vLLM's two model runners. A keyed request that cannot be served is refused alone.
 """
 
 from __future__ import annotations
@@ -16,18 +11,22 @@ import logging
 from copy import deepcopy
 from functools import wraps
 
+import torch
 import vllm
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
 
+from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.vllm.contract import check
+from specrl.rollout.engines.vllm.logits import OF_CPU_SERVER, OF_SERVER, LogitsBudget, max_draft_tokens
 from specrl.rollout.engines.vllm.wire import KeyedRequest, extra_args_of
 from specrl.rollout.types import RolloutError
 
@@ -46,7 +45,7 @@ ENGINE_ARGS = {
             "model": f"{_HERE}.served_v1.KeyedDrafter",
             "num_speculative_tokens": 32,
         },
-        "scheduler_cls": f"{_HERE}.served.HostScheduler",
+        "scheduler_cls": f"{_HERE}.served.ServedScheduler",
     },
 }
 """Arguments of a server's engine, by vLLM's model runner: V2 wherever there is Triton, V1 on CPU builds.
@@ -79,7 +78,21 @@ def serve_by_default() -> None:
     vllm.AsyncEngineArgs = KeyedEngineArgs  # type: ignore[misc]  # replaces vLLM's own
 
 
-class HostScheduler(Scheduler):
+def logits_budget(config: VllmConfig) -> LogitsBudget:
+    """By the memory that vLLM was configured to leave free: its workers may be in other processes."""
+    free = None
+    remedies = OF_CPU_SERVER
+    if not current_platform.is_cpu():
+        free = int(current_platform.get_device_total_memory() * (1 - config.cache_config.gpu_memory_utilization))
+        remedies = OF_SERVER
+    model = config.model_config
+    assert isinstance(model.dtype, torch.dtype)  # in a configuration that vLLM has completed
+    width = model.dtype.itemsize
+    tokens = max_draft_tokens(model.get_vocab_size(), RolloutConfig().logits_mb, free=free, width=width)
+    return LogitsBudget(tokens, step=config.scheduler_config.max_num_batched_tokens, remedies=remedies)
+
+
+class ServedScheduler(Scheduler):
     """vLLM's own, under a name whose import brings this module into the engine's core."""
 
 
@@ -90,12 +103,13 @@ class BadRequest(RolloutError, VLLMValidationError):
         VLLMValidationError.__init__(self, message)
 
 
-def admit(request: EngineCoreRequest, runner: str, vocab: int) -> None:
-    """Raises BadRequest for a request that a server on this model runner cannot serve with its key.
-
-    Args: vocab: ids below it exist.
-    """
+def admit(config: VllmConfig, request: EngineCoreRequest) -> None:
+    """Raises BadRequest for a keyed request that the engine of this configuration cannot serve."""
+    scheduler_cls = config.scheduler_config.scheduler_cls
+    if scheduler_cls not in [arguments["scheduler_cls"] for arguments in ENGINE_ARGS.values()]:
+        return  # it does not serve keyed requests
     params, prompt = request.sampling_params, request.prompt_token_ids or ()
+    vocab = config.model_config.get_vocab_size()
     try:
         keyed = KeyedRequest.read(extra_args_of(request))
         if keyed is None or params is None:
@@ -110,7 +124,7 @@ def admit(request: EngineCoreRequest, runner: str, vocab: int) -> None:
             raise RolloutError(f"the prompt has the id {wrong}, outside the model's 0..{vocab - 1}")
         if params.n != 1:
             raise RolloutError(f"n={params.n} with one specrl_key samples one response {params.n} times. Try n=1")
-        if runner == "v1":
+        if scheduler_cls == ENGINE_ARGS["v1"]["scheduler_cls"]:
             _refuse_unknown_params(params)
     except RolloutError as error:
         raise BadRequest(str(error)) from error
@@ -128,28 +142,22 @@ def _refuse_unknown_params(params: VLLMSamplingParams) -> None:
         )
 
 
-def _admit(config: VllmConfig, request: EngineCoreRequest) -> None:
-    """Checks a request of an engine of this configuration, if it is one that serves keyed requests."""
-    for runner, arguments in ENGINE_ARGS.items():
-        if config.scheduler_config.scheduler_cls == arguments["scheduler_cls"]:
-            admit(request, runner, config.model_config.get_vocab_size())
-
-
 _process, _preprocess = InputProcessor.process_inputs, EngineCore.preprocess_add_request
+# A server's steps sample many requests together, so a bad request would end all of them, and the server.
 
 
 @wraps(_process)
 def process_inputs(processor: InputProcessor, *args, **options) -> EngineCoreRequest:
-    """Where a request comes from outside."""
+    """Where the process that takes requests has imported this module: the caller gets the error, over HTTP a 400."""
     request = _process(processor, *args, **options)
-    _admit(processor.vllm_config, request)
+    admit(processor.vllm_config, request)
     return request
 
 
 @wraps(_preprocess)
 def preprocess_add_request(core: EngineCore, request: EngineCoreRequest):
-    """Where a request comes to the engine's core; an error here ends this request only."""
-    _admit(core.vllm_config, request)
+    """Where a request reaches the engine's core: an error ends this request only, with finish reason `error`."""
+    admit(core.vllm_config, request)
     return _preprocess(core, request)
 
 

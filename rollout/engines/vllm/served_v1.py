@@ -19,10 +19,9 @@ from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.drafting.suffix import PromptTexts
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.sampler import rows_per_chunk
-from specrl.rollout.engines.vllm.batch import BUG, VLLMRow
+from specrl.rollout.engines.vllm.batch import VLLMRow
 from specrl.rollout.engines.vllm.flow import Flow
-from specrl.rollout.engines.vllm.logits import logits_budget
-from specrl.rollout.engines.vllm.served import ENGINE_ARGS
+from specrl.rollout.engines.vllm.served import ENGINE_ARGS, logits_budget
 from specrl.rollout.engines.vllm.v1 import RequestDrafter, V1Adapter, by_params, lift_draft_limit
 from specrl.rollout.engines.vllm.wire import KeyedRequest, extra_args_of
 from specrl.rollout.noise import process_logits
@@ -42,24 +41,20 @@ class KeyedDrafter(RequestDrafter):
                 f"this vLLM server runs with scheduler_cls={scheduler_cls}, by which a request that cannot be served "
                 "would end it; start it with ENGINE_ARGS['v1'] of rollout.engines.vllm.served"
             )
-        model_config, logits_mb = vllm_config.model_config, RolloutConfig().logits_mb
-        vocab = model_config.get_vocab_size()
-        step = vllm_config.scheduler_config.max_num_batched_tokens
+        vocab = vllm_config.model_config.get_vocab_size()
         self.flow = Flow(
             drafting=Drafting(Budget(padded=False), redraws=True),
             draft_tokens=vllm_config.speculative_config.num_speculative_tokens,
-            budget=logits_budget(vocab, logits_mb, model_config.dtype, step, served=True),
+            budget=logits_budget(vllm_config),
         )
         self.flow.drafting.vocab = vocab
-        self._adapter = V1Adapter(flow=self.flow, chunk=rows_per_chunk(vocab, logits_mb))
+        self._adapter = V1Adapter(flow=self.flow, chunk=rows_per_chunk(vocab, RolloutConfig().logits_mb))
         self._groups: WeakValueDictionary[str, PromptTexts] = WeakValueDictionary()
         self._waiting_since: float | None = None
         """When the drafts of unfinished rows were ready; None while the server may be idle."""
 
     def propose(self, sampled_token_ids: list[list[int]], *_, **__) -> list[list[int]]:
         """The draft of each row's next step."""
-        if not self.flow.batch.rows:
-            raise RolloutError(f"vLLM asks for drafts, but sampled the step itself; {BUG}")
         drafts = self._adapter.propose(sampled_token_ids)
         active = any(row and row.finish is None for row in self.flow.rows.values())
         self._waiting_since = time.perf_counter() if active else None
@@ -67,7 +62,8 @@ class KeyedDrafter(RequestDrafter):
 
     def sample(self, runner, logits: Tensor, metadata) -> SamplerOutput:
         """The next tokens of all rows of a step, those without a key sampled by vLLM's own sampler."""
-        flow, names = self.flow, runner.input_batch.req_ids
+        flow = self.flow
+        names = runner.input_batch.req_ids
         flow.step = flow.step.next()
         self._update_rows(runner, names)
         rows = [flow.rows[name] for name in names]

@@ -12,15 +12,13 @@ import time
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.vllm.contract import check
 from specrl.rollout.engines.vllm.device import DeviceTexts
-from specrl.rollout.engines.vllm.logits import OF_CPU_SERVER, OF_SERVER, LogitsBudget, max_draft_tokens
 from specrl.rollout.engines.vllm.sampler import install
 from specrl.rollout.engines.vllm.scheduler import DraftLengths, DraftScheduler
-from specrl.rollout.engines.vllm.served import ENGINE_ARGS
+from specrl.rollout.engines.vllm.served import ENGINE_ARGS, logits_budget
 from specrl.rollout.engines.vllm.wire import KEY, TEXTS, extra_args_of
 from specrl.rollout.types import RolloutError
 
@@ -51,7 +49,7 @@ class KeyedScheduler(DraftScheduler):
             source="texts",
             drafting=Drafting(Budget(padded=False)),
             draft_tokens=config.num_speculative_tokens,
-            budget=_logits_budget(config),
+            budget=logits_budget(config),
         )
 
     def add_request(self, request) -> None:
@@ -90,15 +88,3 @@ def refuse_other_settings(config) -> None:
             "specrl.rollout.engines.vllm.served_v2 cannot serve keyed requests; start it with ENGINE_ARGS['v2'] of "
             "specrl.rollout.engines.vllm.served, or with its ENGINE_ARGS['v1']"
         )
-
-
-def _logits_budget(config) -> LogitsBudget:
-    """The memory that vLLM was configured to leave free: its workers may be in other processes."""
-    free, remedies = None, OF_CPU_SERVER
-    if not current_platform.is_cpu():
-        remedies = OF_SERVER
-        free = int(current_platform.get_device_total_memory() * (1 - config.cache_config.gpu_memory_utilization))
-    model_config = config.model_config
-    vocab, width = model_config.get_vocab_size(), model_config.dtype.itemsize
-    tokens = max_draft_tokens(vocab, RolloutConfig().logits_mb, free=free, width=width)
-    return LogitsBudget(tokens, step=config.scheduler_config.max_num_batched_tokens, remedies=remedies)

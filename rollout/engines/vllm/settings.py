@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import get_args
 
 import torch
-from vllm.config.speculative import SpeculativeMethod
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
@@ -68,16 +66,16 @@ def executor(tensor_parallel: int) -> dict:
         )
     rank = torch.distributed.get_rank()
     launched = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK")}
-    local_rank = launched["LOCAL_RANK"]
-    if launched["RANK"] != str(rank) or not local_rank:
+    process = f"process {rank} of {ranks}"
+    right = launched["RANK"] == str(rank) and bool(launched["LOCAL_RANK"])
+    if torch.cuda.is_available():
+        gpu = str(torch.cuda.current_device())
+        process += f" on GPU {gpu}"
+        right = right and launched["LOCAL_RANK"] == gpu
+    if not right:
         raise RolloutError(
-            f"vLLM looks for the GPU of a process by RANK and LOCAL_RANK, which are {launched} in process {rank} of "
-            f"{ranks}. Launch with torchrun or accelerate launch, which set them"
-        )
-    if torch.cuda.is_available() and (gpu := torch.cuda.current_device()) != int(local_rank):
-        raise RolloutError(
-            f"process {rank} of {ranks} trains on GPU {gpu}, and vLLM would take GPU {local_rank} (LOCAL_RANK). Launch "
-            "with torchrun or accelerate launch, where both are the same"
+            f"vLLM takes the GPU of a process by RANK and LOCAL_RANK, which are {launched} in {process}. Launch with "
+            "torchrun or accelerate launch, which set them"
         )
     return {"distributed_executor_backend": "external_launcher"}
 
@@ -89,16 +87,13 @@ def choose_runner(spec: EngineSpec, sampling: SamplingParams) -> str:
         RolloutError: it cannot; the message says what would work.
     """
     vllm = spec.rollout.vllm
-    if "custom_class" not in get_args(SpeculativeMethod):
-        no_v1 = "this vLLM takes no drafts from outside (speculative method custom_class)"
-    elif spec.rollout.on_device:
+    no_v1 = ""
+    if spec.rollout.on_device:
         no_v1 = f"{spec.rollout.on_device} leaves drafts to the device, which v1 asks the host for"
-    else:
-        no_v1 = ""
     if not HAS_TRITON:
         no_v2 = "it needs a GPU, or Triton"
     else:  # vLLM raises smaller temperatures to this
-        no_v2 = f"it draws at rollout.temperature=0 or 0.01 and more, not {sampling.temperature}"
+        no_v2 = f"it samples at rollout.temperature=0 or 0.01 and more, not {sampling.temperature}"
         no_v2 *= 0 < sampling.temperature < 0.01
     reasons = {"v2": no_v2, "v1": no_v1}
     possible = [runner for runner, reason in reasons.items() if not reason]
@@ -118,7 +113,8 @@ def speculation(spec: EngineSpec, runner: str) -> dict:
         drafts |= {"method": "custom_class", "model": f"{_HOOKS}.v1.RequestDrafter"}
         return {"speculative_config": drafts, **host}
     if drafter:
-        name, model = "eagle" if is_head(drafter) else "draft_model", drafter
+        name = "eagle" if is_head(drafter) else "draft_model"
+        model = drafter
     else:
         name, _, model = vllm.speculator.partition("=")
     drafts["method"] = "ngram_gpu" if name == "texts" else name  # needs no model; DeviceTexts replaces it

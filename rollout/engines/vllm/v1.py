@@ -6,7 +6,7 @@ vLLM's worker lives in the driver's process, so rows, drafters and budget are pl
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -30,20 +30,20 @@ class V1Adapter:
 
     Args:
         chunk: positions sampled at a time; bounds the memory of the noise.
-        draw: see `packed_sample`.
     """
 
     flow: Flow
     chunk: int
-    draw: Callable[..., Tensor] = packed_sample
 
     def install(self, runner: Any) -> None:
+        """Makes vLLM's model runner sample and draft by the flow."""
         runner._sample = MethodType(self.sample, runner)
         runner.drafter.propose = self.propose
         lift_draft_limit(runner)
         self.flow.keep_hidden(runner.model)
 
     def sampling_params(self, row: VLLMRow) -> dict[str, Any]:
+        """The row's sampling params in arguments of vLLM's SamplingParams."""
         return {"temperature": 0.0}  # `sample` decides, and a greedy request carries the least state
 
     def sample(self, runner, logits: Tensor, metadata) -> SamplerOutput:
@@ -78,12 +78,12 @@ class V1Adapter:
         sampling = inputs.batch.sampling
         columns = torch.from_numpy(inputs.columns[1:]).to(logits.device)
         if inputs.dense and len(sampling) == 1 and columns.shape[1] <= self.chunk:  # most steps: nothing is cut out
-            return self.draw(logits, *columns.unbind(), *sampling[0].terms).cpu().numpy()
+            return packed_sample(logits, *columns.unbind(), *sampling[0].terms).cpu().numpy()
         positions = np.arange(len(logits))[inputs.sampled]
         chunks = []
         for params, part in by_params(sampling, inputs.sizes[inputs.sizes > 0], self.chunk):
             chunk = logits[part if inputs.dense else torch.from_numpy(positions[part]).to(logits.device)]
-            chunks.append((positions[part], self.draw(chunk, *columns[:, part].unbind(), *params.terms)))
+            chunks.append((positions[part], packed_sample(chunk, *columns[:, part].unbind(), *params.terms)))
         packed = np.zeros((4, len(logits)), np.int32)
         for index, sampled in chunks:  # copied when all of them are launched
             packed[:, index] = sampled.cpu().numpy()

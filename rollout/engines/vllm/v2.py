@@ -48,7 +48,8 @@ class HostVerifier(KeyedVerifier):
         counts = np.diff(batch.cu_num_logits_np[part.start : part.stop + 1]) - 1
         unfinished = seq_lens_upper_bound_np < batch.prefill_len_np[part]  # this step computed a part of their prompts
         inputs = self.adapter.verify_inputs(idx_mapping_np, counts, unfinished, batch.is_prefilling_np[part])
-        self._inputs, self._drafts = inputs, flow.drafts_of(inputs)
+        self._inputs = inputs
+        self._drafts = flow.drafts_of(inputs)
         if flow.rule is not exact and inputs.batch.active:
             self.sampler.targets = torch.from_numpy(flow.targets(inputs, self._drafts))
 
@@ -77,6 +78,7 @@ class V2Adapter:
     """Draft tokens of each row in the next step."""
 
     def install(self, runner: Any) -> None:
+        """See V1Adapter.install."""
         self.flow.keep_hidden(runner.model)
         install(runner, HostVerifier)
         runner.rejection_sampler.adapter = self

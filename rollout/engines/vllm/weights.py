@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -24,39 +22,16 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from vllm.utils.network_utils import get_open_port
 
-from specrl.rollout.engines.base import DRAFTER, EngineSpec, Probe
+from specrl.rollout.engines.base import DRAFTER, EngineSpec, Meta, Probe, Source
 from specrl.rollout.engines.local.head import Head, is_head
-from specrl.rollout.engines.transfer import Meta, Route, Source, Topology, choose_route
 from specrl.rollout.engines.vllm.worker import gpu_of, has_draft_model
 from specrl.rollout.types import RolloutError
-
-logger = logging.getLogger(__name__)
 
 WEIGHTS, KV = "weights", "kv_cache"
 """What vLLM's sleep takes from a GPU."""
 BUFFER = 256 * 2**20  # bytes; on the trainer's GPU while weights are sent
 _SHM = Path("/dev/shm")
 _FILE_BYTES = 1 << 30  # held twice while weights are written
-
-
-@dataclass(frozen=True)
-class ModelWeights:
-    """The weights of one model."""
-
-    shapes: dict[str, tuple[int, ...]]
-    tied: set[str]
-    """Copies of other weights: an update may bring them, vLLM makes its own."""
-    needed: set[str]
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, prefix: str = "") -> ModelWeights:
-        """Those of a model, whose tensors may be on the meta device."""
-        tied = set(model.all_tied_weights_keys)
-        return cls(
-            {prefix + name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
-            {prefix + name for name in tied},
-            {prefix + name for name, _ in model.named_parameters() if name not in tied},
-        )
 
 
 class WeightCheck:
@@ -66,13 +41,22 @@ class WeightCheck:
     """
 
     def __init__(self, spec: EngineSpec):
-        model, source = _described(spec.model, spec, spec.revision or None), spec.rollout.drafter
-        policy, drafter = ModelWeights.of(model), ModelWeights({}, set(), set())
-        if source:
-            drafter = ModelWeights.of(_head(source, model) if is_head(source) else _described(source, spec), DRAFTER)
-        self.shapes = policy.shapes | drafter.shapes
-        self.tied = policy.tied | drafter.tied
-        self._policy, self._drafter = policy.needed, drafter.needed
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._tied: set[str] = set()
+        """Copies of other weights: an update may bring them, vLLM makes its own."""
+        policy = _described(spec.model, spec, spec.revision or None)
+        self._policy = self._add(policy)
+        self._drafter: set[str] = set()
+        if source := spec.rollout.drafter:
+            drafter = _head(source, policy) if is_head(source) else _described(source, spec)
+            self._drafter = self._add(drafter, DRAFTER)
+
+    def _add(self, model: PreTrainedModel, prefix: str = "") -> set[str]:
+        """Notes the weights of a model on the meta device; returns the names of those that an update needs."""
+        tied = set(model.all_tied_weights_keys)
+        self.shapes |= {prefix + name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self._tied |= {prefix + name for name in tied}
+        return {prefix + name for name, _ in model.named_parameters() if name not in tied}
 
     def check(self, metadata: Sequence[Meta]) -> None:
         """Raises RolloutError: a weight is unknown, missing, repeated or of another shape."""
@@ -91,7 +75,7 @@ class WeightCheck:
             if name in seen:
                 raise RolloutError(f"the update brings the weight {name!r} twice")
             seen.add(name)
-            if name not in self.tied:
+            if name not in self._tied:
                 yield name, tensor.detach()
         needed = self._policy if seen.isdisjoint(self._drafter) else self._policy | self._drafter
         if missing := needed - seen:
@@ -130,7 +114,7 @@ def _head(directory: str, policy: PreTrainedModel) -> Head:
 
 
 class Updates:
-    """The weights of one LLM: their version, how new ones reach it, and whether they are in memory. See Receives.
+    """The weights of one LLM: their version, how new ones reach it, and whether they are in memory.
 
     Asleep, vLLM keeps nothing (level 2) where the last update came from a Source: the next one takes back memory for
     the weights, loads them, then takes back memory for KV. Before a rollout without an update the same Source is walked
@@ -161,9 +145,9 @@ class Updates:
         self.fault = ""
         """Why nothing can be generated with these weights."""
         self.gpus: tuple[str, ...] = tuple(filter(None, llm.collective_rpc(gpu_of)))
-        here = Topology(trainer="", workers=self.gpus, num_workers=0, tensor_parallel=tensor_parallel)
-        self.route, why = choose_route(here)
-        logger.info("new weights of this process reach vLLM by route %s: %s", self.route, why)
+        """UUID of the GPU of each rank; empty on a CPU."""
+        self.route: Literal["process", "memory"] = "process" if tensor_parallel == 1 else "memory"
+        """Of the weights of this process: live tensors, or files in shared memory for ranks that are processes."""
         self._draft_model = any(llm.collective_rpc(has_draft_model))
         self._source: tuple[Source, Probe | None] | None = None
         self._asleep: set[str] = set()
@@ -174,25 +158,29 @@ class Updates:
         """See Engine.update_weights."""
         source = weights if isinstance(weights, Source) else None
         self._announce(version, None if source is None else source.metadata())
-        with self._handed_over(weights) as info, self._loading(version):
+        with self._loading(version), self._handed_over(weights) as info:
             self._start()
             self._llm.update_weights({"update_info": info})
         self.finish_update(version, probe)
         # ranks do not wake together, which walking parts of all of them again would need: sleep keeps such weights
         self._source = None if source is None or source.collective else (source, probe)
 
-    def join(self, route: Route, init: dict[str, Any]) -> None:
+    def join(self, route: str, init: dict[str, Any]) -> None:
+        """Connects to a sender in another process, by ipc or nccl."""
         self._llm.init_weight_transfer_engine({"init_info": {"backend": route, "info": init}})
 
     def begin_update(self, version: int, metadata: Sequence[Meta]) -> None:
+        """Raises RolloutError, with nothing loaded, when these weights do not fit the model."""
         self._announce(version, metadata)
         with self._loading(version):
             self._start()
 
     def receive(self, update: dict[str, Any]) -> None:
+        """Receives one chunk. Returns when the sender has sent it."""
         self._llm.update_weights({"update_info": {"chunk": update}})
 
     def finish_update(self, version: int, probe: Probe | None) -> None:
+        """All weights are there: they are checked by the probe."""
         with self._loading(version):
             self._llm.finish_weight_update(weight_version=str(version))
         self._dropped = False
@@ -259,9 +247,7 @@ class Updates:
             raise RolloutError(f"vLLM could not load weight version {version}: {error}") from error
 
 
-def open_link(
-    route: Route | None, client: Any, source: Source, ranks: int, address: str
-) -> TrainerWeightTransferEngine:
+def open_link(route: str | None, client: Any, source: Source, ranks: int, address: str) -> TrainerWeightTransferEngine:
     """Connects the trainer's process with all ranks of all engines; `send_weights` of the result walks its `source`.
 
     Args:

@@ -94,21 +94,16 @@ class KeyedRequest:
             texts=tuple(map(_read_text, texts)),
             own=entries.get(_OWN, -1),
         )
-        request.check()
-        return request
-
-    def check(self) -> None:
-        """Raises RolloutError for an invalid number or name."""
         valid = {
-            f"{KEY}={self.key!r:.60} is no signed 64-bit integer": _within(self.key, -(2**63), 2**63),
-            f"{PROMPT_TOKENS}={self.prompt_tokens!r:.60} is no number of tokens": _within(self.prompt_tokens, 1, 2**31),
-            f"{_GROUP}={self.group!r:.60} is no text": isinstance(self.group, str),
-            f"{_OWN}={self.own!r:.60} is none of the {len(self.texts)} texts, and not -1 for none of them": _within(
-                self.own, -1, len(self.texts)
-            ),
+            KEY: ("signed 64-bit integer", _within(request.key, -(2**63), 2**63)),
+            PROMPT_TOKENS: ("number of tokens", _within(request.prompt_tokens, 1, 2**31)),
+            _GROUP: ("text", isinstance(request.group, str)),
+            _OWN: (f"index of {len(request.texts)} texts, nor -1", _within(request.own, -1, len(request.texts))),
         }
-        if invalid := [message for message, is_valid in valid.items() if not is_valid]:
-            raise RolloutError(f"{invalid[0]}. {_TRY}")
+        for name, (kind, is_valid) in valid.items():
+            if not is_valid:
+                raise RolloutError(f"{name}={entries[name]!r:.60} is no {kind}. {_TRY}")
+        return request
 
     def drafter(self, groups: MutableMapping[str, PromptTexts], prompt: Sequence[int]) -> SuffixDrafter:
         """A drafter that shares its texts with those of the same group, which have the same prompt.

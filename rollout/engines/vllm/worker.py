@@ -24,7 +24,8 @@ from specrl.rollout.engines.vllm.device import DeviceTexts
 from specrl.rollout.engines.vllm.sampler import install, share_noise
 
 if TYPE_CHECKING:
-    from specrl.rollout.engines.vllm.driver import Adapter
+    from specrl.rollout.engines.vllm.v1 import V1Adapter
+    from specrl.rollout.engines.vllm.v2 import V2Adapter
 
 TRANSFER = "specrl"
 
@@ -36,7 +37,7 @@ class WorkerExtension:
     weight_transfer_engine: Any
     get_draft_model: Any
 
-    def specrl_install_adapter(self, adapter: Adapter) -> None:
+    def specrl_install_adapter(self, adapter: V1Adapter | V2Adapter) -> None:
         """In-process only: the adapter's flow samples and drafts from now on."""
         adapter.install(self.model_runner)
 

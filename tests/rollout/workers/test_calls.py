@@ -1,11 +1,11 @@
-"""Timeouts of calls to a worker, with a clock that the test sets."""
+"""Timeouts of calls to a worker, with a clock that the test sets, and the stats of several workers."""
 
 import time
 
 import pytest
 
-from specrl.rollout.types import Request
-from specrl.rollout.workers.calls import LAST_PASS_S, WorkerHandle
+from specrl.rollout.types import EngineStats, Request
+from specrl.rollout.workers.calls import LAST_PASS_S, WorkerHandle, merge_stats
 
 
 class Actor:
@@ -50,3 +50,11 @@ def test_a_worker_that_is_stopped_keeps_the_deadline_it_began_with(monkeypatch, 
         assert worker.deadline == deadline
         now[0] += 20
     assert worker.actor.called == ["run", "halt"], "it is told once"
+
+
+def test_seconds_are_the_slowest_workers_and_counts_everyones():
+    slow = EngineStats(passes=3, forward_tokens=5, decode_s=4.0)
+    quick = EngineStats(passes=7, forward_tokens=9, decode_s=1.0, prefill_s=2.0)
+    merged = merge_stats([slow, quick])
+    assert (merged.passes, merged.forward_tokens) == (10, 14)
+    assert (merged.decode_s, merged.prefill_s) == (4.0, 0.0), "they work in parallel"

@@ -18,7 +18,7 @@ from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import EngineSpec
 from specrl.rollout.sections import BudgetConfig, ClusterConfig
 from specrl.rollout.types import Request, RolloutError
-from specrl.rollout.workers.delivery import Delivery
+from specrl.rollout.workers.delivery import Delivery, choose_route
 from specrl.rollout.workers.pool import RolloutPool
 from specrl.rollout.workers.worker import WorkerInfo
 from specrl.run.cluster import connect
@@ -89,13 +89,33 @@ def senders(monkeypatch):
 
 
 def started(*gpus):
-    return [WorkerInfo(i, "", True, tuple(each)) for i, each in enumerate(gpus)]
+    return [WorkerInfo(i, "", tuple(each)) for i, each in enumerate(gpus)]
 
 
 def delivery(puts=None, asked=None):
     """A delivery that records its puts and calls."""
     note = lambda method, args: asked is not None and asked.append((method, args))  # noqa: E731
     return Delivery(put=lambda arrays: puts.append(arrays) or len(puts), call=note, address="here")
+
+
+@pytest.mark.parametrize(
+    ("route", "trainer", "ranks", "trainers", "reason"),
+    [
+        ("ipc", "A", ["A"], 1, "share the trainer's GPU"),
+        ("ipc", "A", ["A", "A"], 1, "share the trainer's GPU"),
+        ("memory", "A", ["A"], 2, "not from 2"),
+        ("nccl", "A", ["B"], 1, "GPU of its own"),
+        ("nccl", "A", ["B", "C", "D"], 2, "GPU of its own"),
+        ("memory", "A", ["B", "B"], 1, "a GPU for each rank"),
+        ("memory", "A", ["A", "B"], 1, "a GPU for each rank"),
+        ("memory", "A", ["B", ""], 1, "without a GPU"),
+        ("memory", "", ["B", "C"], 1, "trainer has no GPU"),
+    ],
+)
+def test_the_route_follows_from_the_gpus_of_both_sides(route, trainer, ranks, trainers, reason):
+    chosen, why = choose_route(trainer, ranks, trainers)
+    assert chosen == route
+    assert reason in why
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
 """vLLM drafts with a head on the policy's hidden states. test_vllm_v2.py runs this file under vllm_shim."""
+# ruff: noqa: F811 - the fixture of device_cases, which tests name as an argument
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -17,23 +18,22 @@ from specrl.rollout.engines.vllm.weights import WeightCheck
 from specrl.rollout.types import RolloutError
 from specrl.trainers.weights import PolicyWeights
 from tests.rollout.engines.local.test_head import LENGTH, by_hand
-from tests.rollout.engines.vllm import test_vllm
-from tests.rollout.engines.vllm.device_cases import acceptance, engine_of  # noqa: F401
-from tests.rollout.engines.vllm.test_vllm import golden, moved, probe_of, saved, spec_of  # noqa: F401
+from tests.rollout.engines.vllm.device_cases import acceptance, engine_of  # noqa: F401 - a fixture
+from tests.rollout.engines.vllm.engines import exactly, moved, policy, probe_of, spec_of
 from tests.rollout.golden import EOS_IDS, differing, requests_of
 
-ROWS, DEPTHS, STEPS = 8, (1, 2), 200
+ROWS, DEPTHS, STEPS = 8, (1, 2), 120
 
 
 @pytest.fixture(scope="session")
-def case(golden):  # noqa: F811
+def case(golden):
     """The policy, a head overfitted to the responses, rows, and the policy's responses."""
     cases, want = (part[:ROWS] for part in golden())
-    policy = test_vllm.policy("qwen3").requires_grad_(False)
-    head = Head.of(policy)
+    model = policy("qwen3").requires_grad_(False)
+    head = Head.of(model)
     texts = [torch.tensor([[*prompt, *tokens]]) for (prompt, _), (tokens, _, _) in zip(cases, want, strict=True)]
     texts = [ids for ids in texts if ids.shape[1] > DEPTHS[-1] + 1]
-    states = [policy.base_model(ids, use_cache=False).last_hidden_state for ids in texts]
+    states = [model.base_model(ids, use_cache=False).last_hidden_state for ids in texts]
     optimizer = torch.optim.Adam(head.parameters(), 1e-3)
     for _ in range(STEPS):
         loss = torch.zeros(())
@@ -45,7 +45,7 @@ def case(golden):  # noqa: F811
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return policy, head.eval(), cases, want
+    return model, head.eval(), cases, want
 
 
 @pytest.fixture(scope="session")
@@ -59,69 +59,71 @@ def heads(case, tmp_path_factory):
 @pytest.fixture
 def guesses(monkeypatch):
     """By request key: the response positions and tokens that were drafted, in order."""
-    found, guess = defaultdict(list), sampler.KeyedSampler.guess
+    recorded, guess = defaultdict(list), sampler.KeyedSampler.guess
 
-    def spy(keyed, logits, slots, pos):
-        tokens, slots = guess(keyed, logits, slots, pos), slots.long()
-        at = pos + 1 - keyed.requests.starts[slots]
-        for key, *one in zip(keyed.requests.keys[slots].tolist(), at.tolist(), tokens.tolist(), strict=True):
-            found[key].append(one)
+    def record(keyed, logits, idx_mapping, pos):
+        tokens, index = guess(keyed, logits, idx_mapping, pos), idx_mapping.long()
+        positions = pos + 1 - keyed.requests.starts[index]
+        columns = (keyed.requests.keys[index].tolist(), positions.tolist(), tokens.tolist())
+        for key, position, token in zip(*columns, strict=True):
+            recorded[key].append((position, token))
         return tokens
 
-    monkeypatch.setattr(sampler.KeyedSampler, "guess", spy)
-    return found
+    monkeypatch.setattr(sampler.KeyedSampler, "guess", record)
+    return recorded
 
 
-def strange(guesses, policy, head, cases, want) -> tuple[int, int]:
+def strange(guesses, model, head, cases, want) -> tuple[int, int]:
     """The number of drafts, and how many of them differ from the head's drafts computed over the full text at once."""
     drafts, others = 0, 0
     for request, (tokens, _, _) in zip(requests_of(cases), want, strict=True):
         for first in range(0, len(guesses[request.key]), LENGTH):
-            places, draft = zip(*guesses[request.key][first : first + LENGTH], strict=True)
-            if 0 < places[0] <= len(tokens):  # not in the middle of a prompt
-                assert places == tuple(range(places[0], places[0] + LENGTH))
-                others += list(draft) != by_hand(policy, head, request, tokens[: places[0]])
+            positions, draft = zip(*guesses[request.key][first : first + LENGTH], strict=True)
+            start = positions[0]
+            if 0 < start <= len(tokens):  # not in the middle of a prompt
+                assert positions == tuple(range(start, start + LENGTH))
+                others += list(draft) != by_hand(model, head, request, tokens[:start])
                 drafts += 1
     return others, drafts
 
 
-def test_it_drafts_what_the_head_drafts_by_hand(engine_of, case, heads, guesses):  # noqa: F811
-    policy, head, cases, want = case
+def test_it_drafts_what_the_head_drafts_by_hand(engine_of, case, heads, guesses):
+    model, head, cases, want = case
     assert acceptance(engine_of(drafter=heads, draft_tokens=LENGTH), cases, want) > 0.2
-    others, drafts = strange(guesses, policy, head, cases, want)
+    others, drafts = strange(guesses, model, head, cases, want)
     assert others == 0 < ROWS < drafts
     for row in guesses.values():
-        row[:] = [(at, token + 1) for at, token in row]
-    assert strange(guesses, policy, head, cases, want) == (drafts, drafts), "control"
+        row[:] = [(position, token + 1) for position, token in row]
+    assert strange(guesses, model, head, cases, want) == (drafts, drafts), "control"
 
 
-def test_it_follows_the_updates(engine_of, case, heads, guesses):  # noqa: F811
+def test_it_follows_the_updates(engine_of, case, heads, guesses):
     """Its weights are matched by name. Embedding and output layer are always the policy's current ones."""
-    policy, head, cases, want = case
+    model, head, cases, want = case
     engine = engine_of(drafter=heads, draft_tokens=LENGTH)
-    good, stale = acceptance(engine, cases, want), Head.load(heads, policy)
+    good, stale = acceptance(engine, cases, want), Head.load(heads, model)
     with torch.no_grad():
         stale.fc.weight.zero_()
-    engine.update_weights(PolicyWeights(policy, drafter=stale), 1, probe_of(policy))
+    engine.update_weights(PolicyWeights(model, drafter=stale), 1, probe_of(model))
     assert acceptance(engine, cases, want) < 0.6 * good
-    new = moved(policy, 1)
+    new = moved(model, 1)
     done, _ = TransformersEngine(new, SamplingParams(EOS_IDS)).generate(requests_of(cases))
-    after = [(c.tokens, c.logprobs, c.finish) for c in done]
-    for version, given in enumerate((PolicyWeights(new, drafter=head), PolicyWeights(new)), 2):
+    after = exactly(done)
+    for version, weights in enumerate((PolicyWeights(new, drafter=head), PolicyWeights(new)), 2):
         guesses.clear()
-        engine.update_weights(given, version, probe_of(new))
+        engine.update_weights(weights, version, probe_of(new))
         acceptance(engine, cases, after)
         others, drafts = strange(guesses, new, Head.load(heads, new), cases, after)
         assert others == 0 < drafts
-    short = dict(PolicyWeights(policy, drafter=head))
+    short = dict(PolicyWeights(model, drafter=head))
     del short["drafter.fc.weight"]
     with pytest.raises(RolloutError, match=r"lacks 1 of the model's weights, such as 'drafter.fc.weight'"):
-        engine.update_weights(short.items(), 4, probe_of(policy))
-    engine.update_weights(PolicyWeights(policy, drafter=head), 4, probe_of(policy))
+        engine.update_weights(short.items(), 4, probe_of(model))
+    engine.update_weights(PolicyWeights(model, drafter=head), 4, probe_of(model))
     assert acceptance(engine, cases, want) == good
 
 
-def test_it_is_a_speculator_of_vllms_too(engine_of, case, heads):  # noqa: F811
+def test_it_is_a_speculator_of_vllms_too(engine_of, case, heads):
     *_, cases, want = case
     done, stats = engine_of(f"eagle={heads}", draft_tokens=LENGTH).generate(requests_of(cases))
     assert differing(done, want, 1e-4) == []
@@ -129,14 +131,14 @@ def test_it_is_a_speculator_of_vllms_too(engine_of, case, heads):  # noqa: F811
     assert accepted > 0.2 * drafted
 
 
-def test_a_head_of_another_policy_is_refused_before_anything_is_loaded(saved, heads, tmp_path):  # noqa: F811
+def test_a_head_of_another_policy_is_refused_before_anything_is_loaded(saved, heads, tmp_path):
     spec = spec_of(saved("qwen3")[1], drafter=heads)
     names = WeightCheck(spec)
     assert "drafter.fc.weight" in names.shapes
     assert not any(
         word in name for name in names.shapes if name.startswith("drafter.") for word in ("embed", "lm_head")
     )
-    other = Head.load(heads, test_vllm.policy("qwen3"))
+    other = Head.load(heads, policy("qwen3"))
     other.fc = torch.nn.Linear(32, 16)
     other.save_pretrained(tmp_path)
     with pytest.raises(RolloutError, match=f"the head in {tmp_path} cannot be read"):

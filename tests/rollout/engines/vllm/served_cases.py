@@ -3,28 +3,15 @@
 test_vllm_served.py tests what V1 supports too. This file tests features of V2 only, and faults planted on its device.
 """
 
-import asyncio
 from unittest import mock
 
 import pytest
 
-from specrl.rollout.engines.vllm import device
+from specrl.rollout.engines.vllm import sampler
 from specrl.rollout.engines.vllm.wire import KeyedRequest
 from specrl.rollout.types import RolloutError
-from tests.rollout.engines.vllm.device_cases import Trusting
-from tests.rollout.engines.vllm.test_vllm import spec_of
-from tests.rollout.engines.vllm.test_vllm_served import (  # noqa: F401
-    Served,
-    arguments,
-    keep_async,
-    logprobs,
-    path,
-    plain,
-    requests,
-    served,
-    start_served,
-    tokens,
-)
+from tests.rollout.engines.vllm.device_cases import trusting
+from tests.rollout.engines.vllm.servers import Served, arguments, logprobs, start_served, tokens
 from tests.rollout.golden import EOS_IDS, all_wrong
 
 PARAMS = [
@@ -36,7 +23,7 @@ PARAMS = [
 ]
 
 
-def test_params_that_vllm_applies_are_served_with_drafts_as_without(served, requests, plain):  # noqa: F811
+def test_params_that_vllm_applies_are_served_with_drafts_as_without(served, requests, plain):
     """Requests of one batch, each with one of these sampling params."""
 
     def ask(texts):
@@ -56,55 +43,36 @@ def test_params_that_vllm_applies_are_served_with_drafts_as_without(served, requ
         assert change is all_wrong or served.steps < slow / 2
 
 
-def test_requests_without_a_key_are_those_of_an_engine_without_us(served, requests, plain, path):  # noqa: F811
+def test_requests_without_a_key_are_those_of_an_engine_without_us(served, requests, plain, saved):
     from specrl.rollout.engines.vllm.engine import shut_down
 
     # without top-k and top-p, as vLLM's kernel for them does not run in the interpreter
     theirs = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.6, "seed": 3}]
-    asked = [(list(r.prompt), served.vllm_params(r, **theirs[i % 3])) for i, r in enumerate(requests)]
-    alone = start_served(path, {})
+    asked = [(list(r.prompt), served.vllm_params(r, **theirs[i % 3])) for i, r in enumerate(requests[:9])]
     other = Served.__new__(Served)
-    other.llm = alone
+    other.llm = start_served(saved("qwen3")[1], {})
     want = other.ask_with(asked)
     with mock.patch("gc.collect"):
-        shut_down(alone, True)
-    keyed = [(list(r.prompt), served.params(r, [text])) for r, text in zip(requests, plain[0], strict=True)]
+        shut_down(other.llm, True)
+    keyed = [(list(r.prompt), served.params(r, [text])) for r, text in zip(requests[:9], plain[0], strict=False)]
     done = served.ask_with([pair for both in zip(keyed, asked, strict=True) for pair in both])
-    assert tokens(done[::2]) == plain[0]
+    assert tokens(done[::2]) == plain[0][:9]
     assert tokens(done[1::2]) == tokens(want)
     assert [logprobs(output) for output in done[1::2]] == [logprobs(output) for output in want], "bit for bit"
 
 
-def test_drafts_of_a_response_that_goes_on_are_in_line(served, requests, plain, monkeypatch):  # noqa: F811
-    """The response starts where the request says, not at the end of the prompt that was sent."""
-    cut = [(r, text) for r, text in zip(requests, plain[0], strict=True) if len(text) > 12]
-    asked = [
-        ([*r.prompt, *t[:9]], served.params(r, [t], prompt_tokens=len(r.prompt), max_tokens=r.max_new_tokens - 9))
-        for r, t in cut
-    ]
-    done, steps = served.ask_with(asked), served.steps
-    assert tokens(done) == [t[9:] for _, t in cut]
-    inner = device.continue_texts
-    monkeypatch.setattr(device, "SUFFIX", 0)  # no other source has a match here
-    assert tokens(served.ask_with(asked)) == tokens(done)
-    assert served.steps == steps
-    monkeypatch.setattr(device, "continue_texts", lambda t, ids, begin, *more: inner(t, ids, begin + 1, *more))
-    assert tokens(served.ask_with(asked)) == tokens(done)
-    assert served.steps > 1.5 * steps, "control: off by one"
-
-
-def test_control_noise_that_begins_elsewhere_is_found(served, requests, plain):  # noqa: F811
+def test_control_noise_that_begins_elsewhere_is_found(served, requests, plain):
     shifted = [(list(r.prompt), served.params(r, prompt_tokens=len(r.prompt) - 1)) for r in requests]
     assert sum(a != b for a, b in zip(tokens(served.ask_with(shifted)), plain[0], strict=True)) > 13
 
 
-def test_control_a_draft_that_is_not_verified_is_found(served, requests, plain, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(served.runner.rejection_sampler, "__class__", Trusting)
+def test_control_a_draft_that_is_not_verified_is_found(served, requests, plain, monkeypatch):
+    monkeypatch.setattr(sampler.KeyedVerifier, "accept", trusting())
     wrong = tokens(served.ask(requests, [all_wrong(text) for text in plain[0]], logprobs=None))
     assert sum(a != b for a, b in zip(wrong, plain[0], strict=True)) > 13
 
 
-def test_only_keyed_requests_with_texts_carry_drafts(served, requests, plain):  # noqa: F811
+def test_only_keyed_requests_with_texts_carry_drafts(served, requests, plain):
     counts = served.flow.stats
     before = counts.drafted
     served.ask(requests)
@@ -117,47 +85,13 @@ def test_only_keyed_requests_with_texts_carry_drafts(served, requests, plain):  
     assert len(served.flow.requests) <= 1, "finished requests are forgotten"
 
 
-def test_a_server_in_processes_of_its_own(served, requests, plain, path, monkeypatch):  # noqa: F811
-    """AsyncLLM: the engine core is a separate process, and so are its two tensor-parallel workers."""
-    import vllm
-    from vllm.platforms.cpu import CpuPlatform
-
-    from specrl.rollout.engines.vllm.engine import settings
-    from specrl.rollout.engines.vllm.served import serve_by_default
-
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
-    monkeypatch.setattr(vllm, "AsyncEngineArgs", vllm.AsyncEngineArgs)  # restored afterwards
-    serve_by_default()
-    options = {**settings(spec_of(path)), "tensor_parallel_size": 2}
-
-    async def answers(some):
-        engine = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(**options))
-
-        async def answer(i, request, text):
-            params = served.params(request, [text] if text else [])
-            async for output in engine.generate({"prompt_token_ids": list(request.prompt)}, params, str(i)):
-                last = output
-            return list(last.outputs[0].token_ids)
-
-        try:
-            slow = await asyncio.gather(*[answer(i, r, []) for i, r in enumerate(some)])
-            fast = await asyncio.gather(*[answer(i, r, t) for i, (r, t) in enumerate(zip(some, slow, strict=True))])
-        finally:
-            engine.shutdown()
-        return slow, fast
-
-    slow, fast = asyncio.run(answers(requests[:6]))
-    assert slow == fast == plain[0][:6]
-
-
-def test_laws_that_vllm_refuses_beside_drafts_are_refused_request_by_request(served, requests, plain):  # noqa: F811
+def test_params_that_vllm_refuses_with_drafts_are_refused_request_by_request(served, requests, plain):
     from vllm.exceptions import VLLMValidationError
 
-    for law in ({"min_p": 0.1}, {"logit_bias": {3: 1.0}}):
+    for params in ({"min_p": 0.1}, {"logit_bias": {3: 1.0}}):
         with pytest.raises(VLLMValidationError, match="min_p and logit_bias"):
-            served.ask(requests[:1], **law)
-    assert tokens(served.ask(requests[:1])) == plain[0][:1], "the server lives"
+            served.ask(requests[:1], **params)
+    assert tokens(served.ask(requests[:1])) == plain[0][:1], "the server serves on"
 
 
 @pytest.mark.parametrize(
@@ -167,10 +101,9 @@ def test_laws_that_vllm_refuses_beside_drafts_are_refused_request_by_request(ser
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, "speculative method ngram"),
     ],
 )
-def test_a_server_that_was_started_otherwise_says_so(path, change, named):  # noqa: F811
-    given = {**arguments(), **change}
+def test_a_server_that_was_started_otherwise_says_so(saved, change, named):
     with pytest.raises(RolloutError, match=named):
-        start_served(path, given)
+        start_served(saved("qwen3")[1], {**arguments(), **change})
 
 
 def test_the_wire_is_what_an_http_server_takes():

@@ -15,7 +15,7 @@ from specrl.rollout.engines.vllm.logits import LogitsBudget
 from specrl.rollout.types import Request
 from specrl.rollout.verify import TargetSamples, exact
 
-LAW = SamplingParams(frozenset({1, 2}))
+SAMPLING = SamplingParams(frozenset({1, 2}))
 COLUMNS = ("tokens", "logprobs", "behaviour", "reused", "finish", "passes")
 ROWS, CAP = 6, 30
 
@@ -26,18 +26,18 @@ def requests(rng: random.Random) -> list[Request]:
 
 def step(flow: Flow, rows: list[VLLMRow], texts: np.ndarray, logprobs: np.ndarray, rng: random.Random) -> list:
     """Some rows take part, together with requests of others. Returns each row with its draft and emitted tokens."""
-    taking = [row for row in rows if row.finish is None and rng.random() < 0.9]
-    taking = sorted(taking, key=lambda row: rng.random()) if rng.random() < 0.3 else taking
-    lined: list[VLLMRow | None] = [*taking, None] if rng.random() < 0.3 else [*taking]
-    if not taking:
+    active = [row for row in rows if row.finish is None and rng.random() < 0.9]
+    active = sorted(active, key=lambda row: rng.random()) if rng.random() < 0.3 else active
+    batch: list[VLLMRow | None] = [*active, None] if rng.random() < 0.3 else [*active]
+    if not active:
         return []
-    for row in taking:
+    for row in active:
         right = texts[row.request.key, len(row.tokens) :][: rng.randint(0, 7)].tolist()
         row.draft = Draft([t if rng.random() < 0.9 else 50 for t in right][: row.remaining - 1], rng.choice("ab"))
-    pads = [rng.choice([0, 0, 0, 2]) for _ in lined]
-    given = [[*(row.draft.tokens if row else []), *[-1] * pad] for row, pad in zip(lined, pads, strict=True)]
-    tokens = np.array([token for draft in given for token in draft], np.int32)
-    inputs = flow.verify_inputs(lined, np.array([*map(len, given)]), tokens)
+    pads = [rng.choice([0, 0, 0, 2]) for _ in batch]
+    drafts = [[*(row.draft.tokens if row else []), *[-1] * pad] for row, pad in zip(batch, pads, strict=True)]
+    tokens = np.array([token for draft in drafts for token in draft], np.int32)
+    inputs = flow.verify_inputs(batch, np.array([*map(len, drafts)]), tokens)
     _, keys, positions, _ = inputs.columns
     packed = np.zeros((4, len(inputs.next_draft)), np.int32)
     packed[0, inputs.sampled] = texts[keys, positions]
@@ -45,8 +45,8 @@ def step(flow: Flow, rows: list[VLLMRow], texts: np.ndarray, logprobs: np.ndarra
     packed[3] = np.float32(1.0).view(np.int32)
     emitted, counts = flow.accept(inputs, flow.drafts_of(inputs), packed)
     new = [emitted[start : start + n].tolist() for start, n in zip(inputs.starts, counts, strict=True)]
-    assert all(tokens == [0] for row, tokens in zip(lined, new, strict=True) if row is None)
-    return [(row, row.draft, tokens) for row, tokens in zip(lined, new, strict=True) if row]
+    assert all(tokens == [0] for row, tokens in zip(batch, new, strict=True) if row is None)
+    return [(row, row.draft, tokens) for row, tokens in zip(batch, new, strict=True) if row]
 
 
 def differing(seed: int, buffer: type[LogprobBuffer] = LogprobBuffer, kind: type[Flow] = Flow) -> int:
@@ -55,7 +55,7 @@ def differing(seed: int, buffer: type[LogprobBuffer] = LogprobBuffer, kind: type
     texts = noise.integers(1, 40, (ROWS, CAP + 10))
     logprobs = -noise.random((ROWS, CAP + 10), np.float32)
     asked = requests(rng)
-    rows, plain = [VLLMRow(request, sampling=LAW) for request in asked], [*map(Response, asked)]
+    rows, plain = [VLLMRow(request, sampling=SAMPLING) for request in asked], [*map(Response, asked)]
     flow = kind(drafting=Drafting(), draft_tokens=8, budget=LogitsBudget(1000), logprobs=buffer(rows))
     wrong, counted = set(), [0, 0]
     while any(row.finish is None for row in rows):
@@ -63,10 +63,11 @@ def differing(seed: int, buffer: type[LogprobBuffer] = LogprobBuffer, kind: type
             key, size = row.request.key, len(draft.tokens) + 1
             mine = plain[key]
             part = slice(len(mine.tokens), len(mine.tokens) + size)
-            own = logprobs[key, part].tolist()
-            stood = exact(key, draft, TargetSamples(part.start, texts[key, part].tolist(), own, own))
-            n = mine.emit(stood, LAW.eos_ids)
-            counted = [counted[0] + size - 1, counted[1] + min(n, stood.drafted)]
+            its_logprobs = logprobs[key, part].tolist()
+            samples = TargetSamples(part.start, texts[key, part].tolist(), its_logprobs, its_logprobs)
+            accepted = exact(key, draft, samples)
+            n = mine.emit(accepted, SAMPLING.eos_ids)
+            counted = [counted[0] + size - 1, counted[1] + min(n, accepted.drafted)]
             if (emitted, row.tokens) != (mine.tokens[-n:], mine.tokens):
                 return ROWS
     if (flow.stats.drafted, flow.stats.accepted) != tuple(counted):

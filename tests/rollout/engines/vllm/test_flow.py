@@ -2,20 +2,19 @@
 
 import importlib.util
 import logging
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.draft import Draft
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.sampler import packed_sample
+from specrl.rollout.engines.vllm.batch import LogprobBuffer, VLLMRow
 from specrl.rollout.engines.vllm.flow import Flow
-from specrl.rollout.engines.vllm.logits import OF_CPU_SERVER, OF_SERVER, LogitsBudget, Remedies
+from specrl.rollout.engines.vllm.logits import OF_SERVER, LogitsBudget, Remedies
 from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import Request, RolloutError
 from specrl.rollout.verify import exact
@@ -24,50 +23,48 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'"),
 ]
+SAMPLE = "specrl.rollout.engines.vllm.v1.packed_sample"
 VOCAB = 23
-LAWS = [
+SAMPLING = [
     SamplingParams(frozenset({1})),
     SamplingParams(frozenset({1}), 0.7, 5, 0.9),
     SamplingParams(frozenset({1}), 0.0),
 ]
 
 
-def adapter_of(rows: dict, chunk: int = 1000, draw=packed_sample, **given):
-    """The adapter of a flow with these rows. Args: given: arguments of the flow."""
-    from specrl.rollout.engines.vllm.batch import LogprobBuffer
+def adapter_of(rows: dict, chunk: int = 1000, **settings):
+    """The adapter of a flow with these rows. Args: settings: arguments of the flow."""
     from specrl.rollout.engines.vllm.v1 import V1Adapter
 
     logprobs = LogprobBuffer([row for row in rows.values() if row])
     defaults = {"drafting": Drafting(), "logprobs": logprobs, "draft_tokens": 8, "budget": LogitsBudget(1000)}
-    return V1Adapter(flow=Flow(rows=rows, **defaults | given), chunk=chunk, draw=draw)
+    return V1Adapter(flow=Flow(rows=rows, **defaults | settings), chunk=chunk)
 
 
-def row_of(key: int, tokens=(), draft=(), law: SamplingParams = LAWS[0]):
-    from specrl.rollout.engines.vllm.batch import VLLMRow
-
-    return VLLMRow(Request([2, 3], key, 100), tokens=list(tokens), draft=Draft(list(draft), "x"), sampling=law)
+def row_of(key: int, tokens=(), draft=(), sampling: SamplingParams = SAMPLING[0]):
+    return VLLMRow(Request([2, 3], key, 100), tokens=list(tokens), draft=Draft(list(draft), "x"), sampling=sampling)
 
 
 def step(names, drafts, pads=None, unfinished=()):
     """The runner and metadata of a step, and its logits. Args: pads: ids of -1 after each draft."""
-    fed = [[*draft, *[-1] * pad] for draft, pad in zip(drafts, pads or [0] * len(drafts), strict=True)]
-    counts = list(map(len, fed))
+    inputs = [[*draft, *[-1] * pad] for draft, pad in zip(drafts, pads or [0] * len(drafts), strict=True)]
+    counts = list(map(len, inputs))
     runner = SimpleNamespace(
         input_batch=SimpleNamespace(req_ids=list(names)),
         discard_request_mask=SimpleNamespace(np=np.array([name in unfinished for name in names])),
         query_start_loc=SimpleNamespace(np=np.cumsum([0, *(count + 1 for count in counts)])),
     )
-    ids = torch.tensor([token for row in fed for token in row], dtype=torch.int32)
+    ids = torch.tensor([token for row in inputs for token in row], dtype=torch.int32)
     metadata = SimpleNamespace(num_draft_tokens=counts, draft_token_ids=ids)
     logits = torch.randn(len(ids) + len(names), VOCAB, generator=torch.Generator().manual_seed(0)) * 3
     return runner, metadata, logits
 
 
-@pytest.mark.parametrize("laws", [[LAWS[0]], LAWS], ids=["one law", "three laws"])
+@pytest.mark.parametrize("sampling", [SAMPLING[:1], SAMPLING], ids=["one distribution", "three distributions"])
 @pytest.mark.parametrize("chunk", [1000, 2])
-def test_every_row_gets_the_draws_of_its_own_positions(laws, chunk):
+def test_every_row_gets_the_samples_of_its_positions(sampling, chunk):
     """Rows with right, wrong, padded and no drafts, with requests of others and a prompt that is not fully read yet."""
-    rows = {f"r{i}": row_of(200 + i, [5] * i, law=laws[i % len(laws)]) for i in range(8)}
+    rows = {f"r{i}": row_of(200 + i, [5] * i, sampling=sampling[i % len(sampling)]) for i in range(8)}
     names = ["other", *rows, "late"]
     drafts, pads = [[], *[[4] * (i % 4) for i in range(8)], []], [0, *[i % 3 for i in range(8)], 0]
     *_, logits = step(names, drafts, pads)
@@ -75,11 +72,11 @@ def test_every_row_gets_the_draws_of_its_own_positions(laws, chunk):
     for name, draft, pad in zip(names, drafts, pads, strict=True):
         if name in rows and name != "r6":
             row, n = rows[name], len(draft) + 1
-            at = torch.arange(len(row.tokens), len(row.tokens) + n)
-            law = {key: getattr(row.sampling, key) for key in ("temperature", "top_k", "top_p")}
-            targets = torch.tensor([*draft, 0])
-            drawn = keyed_sample(logits[first : first + n], torch.full((n,), row.request.key), at, targets, **law)
-            tokens, logprobs = drawn[0].tolist(), drawn[1].tolist()
+            positions = torch.arange(len(row.tokens), len(row.tokens) + n)
+            params = {key: getattr(row.sampling, key) for key in ("temperature", "top_k", "top_p")}
+            keys, targets = torch.full((n,), row.request.key), torch.tensor([*draft, 0])
+            samples = keyed_sample(logits[first : first + n], keys, positions, targets, **params)
+            tokens, logprobs = samples[0].tolist(), samples[1].tolist()
             if name == "r3":
                 draft[:] = tokens[:-1]
             stop = next((i for i in range(n - 1) if tokens[i] != draft[i] or tokens[i] == 1), n - 1) + 1
@@ -91,165 +88,72 @@ def test_every_row_gets_the_draws_of_its_own_positions(laws, chunk):
     emitted = adapter.sample(runner, logits, metadata).sampled_token_ids
     assert emitted.dtype == torch.int32
     assert emitted.shape == (len(names), max(metadata.num_draft_tokens) + 1)
-    for name, given in zip(names, emitted.tolist(), strict=True):
+    for name, row_tokens in zip(names, emitted.tolist(), strict=True):
         tokens, logprobs = want.get(name, ([0], []))
-        assert given == [*tokens, *[-1] * (len(given) - len(tokens))], name
+        assert row_tokens == [*tokens, *[-1] * (len(row_tokens) - len(tokens))], name
         if name in want:
             assert rows[name].tokens[before[name] :] == tokens
             adapter.flow.logprobs.complete(rows[name])
             assert rows[name].logprobs[before[name] :] == logprobs, "bit for bit"
     assert rows["r6"].tokens == [5] * 6
-    assert len(want["r3"][0]) == 4, "all of its draft stood"
+    assert len(want["r3"][0]) == 4, "all of its draft was accepted"
 
 
-def test_a_step_of_nothing_that_is_drawn_here():
+def test_a_step_without_rows_of_ours():
     runner, metadata, logits = step(["a", "b"], [[], []])
     assert adapter_of({}).sample(runner, logits, metadata).sampled_token_ids.tolist() == [[0], [0]]
 
 
-def test_padding_is_not_drawn():
-    drawn: list[int] = []
+def test_padding_is_not_sampled(monkeypatch):
+    sampled: list[int] = []
 
-    def draw(logits, *columns):
-        drawn.append(len(logits))
+    def sample(logits, *columns):
+        sampled.append(len(logits))
         return packed_sample(logits, *columns)
 
+    monkeypatch.setattr(SAMPLE, sample)
     rows = {"a": row_of(1, [5]), "b": row_of(2, [5])}
     runner, metadata, logits = step(rows, [[4, 4], []], pads=[3, 5])
-    adapter_of(rows, draw=draw).sample(runner, logits, metadata)
-    assert drawn == [3 + 1]
+    adapter_of(rows).sample(runner, logits, metadata)
+    assert sampled == [3 + 1]
 
 
 @pytest.mark.parametrize("redraws", [True, False])
-def test_draws_behind_a_mismatch_are_kept_where_they_may_be_guesses(redraws):
+def test_samples_after_a_mismatch_are_kept_where_they_may_be_guesses(redraws):
     rows = {"a": row_of(1, [5]), "b": row_of(2, [5])}
     runner, metadata, logits = step(rows, [[4, 4], []], pads=[1, 0])
     adapter = adapter_of(rows, drafting=Drafting(redraws=redraws))
     want = keyed_sample(logits[:3], torch.full((3,), 1), torch.arange(1, 4))[0].tolist()
-    assert want[0] != 4, "none of the draft stands"
+    assert want[0] != 4, "the draft is rejected"
     adapter.sample(runner, logits, metadata)
     assert [*rows["a"].redraws] == (want[1:] if redraws else [])
     assert not rows["b"].redraws
 
 
-def test_near_ties_are_those_of_emitted_positions():
-    rows = {"a": row_of(1, [5]), "b": row_of(2, [5])}
-    runner, metadata, logits = step(rows, [[4, 4, 4], [4, 4, 4]])
-    adapter = adapter_of(rows, tie_margin=float("inf"))
-    adapter.sample(runner, logits, metadata)
-    assert adapter.flow.stats.ties == sum(len(row.tokens) - 1 for row in rows.values()) < 8
-
-
-@pytest.mark.parametrize("fed", [[4, 4], [4, 5]], ids=["as proposed", "otherwise"])
-def test_a_rule_that_reads_drafts_has_those_that_were_fed(fed):
+def test_a_rule_that_reads_drafts_gets_those_that_are_verified():
     """The exact rule reads only the verified tokens, so it works if the proposed draft differs. Other rules raise."""
     seen: list[list[int]] = []
 
-    def rule(key, draft, drawn):
+    def rule(key, draft, samples):
         seen.append(draft.tokens)
-        return exact(key, draft, drawn)
+        return exact(key, draft, samples)
 
-    rows = {"a": row_of(1, [5], [4, 4, 4])}
-    runner, metadata, logits = step(rows, [fed])
-    if fed == [4, 5]:
-        with pytest.raises(RolloutError, match=r"vLLM verifies .* \[4, 5\] where \[4, 4\] were proposed"):
-            adapter_of(rows, rule=rule).sample(runner, logits, metadata)
-    else:
-        adapter_of(rows, rule=rule).sample(runner, logits, metadata)
-        assert seen == [[4, 4]]
-    adapter_of(rows).sample(runner, logits, metadata)
+    def sample(verified, **settings):
+        rows = {"a": row_of(1, [5], [4, 4, 4])}
+        runner, metadata, logits = step(rows, [verified])
+        adapter_of(rows, **settings).sample(runner, logits, metadata)
 
-
-# Calling drafters -----------------------------------------------------------------------------------------------------
+    sample([4, 4], rule=rule)
+    assert seen == [[4, 4]]
+    with pytest.raises(RolloutError, match=r"vLLM verifies .* \[4, 5\] where \[4, 4\] were proposed"):
+        sample([4, 5], rule=rule)
+    sample([4, 5])
 
 
-class Clock:
-    """A clock that only the test advances."""
-
-    def __init__(self, monkeypatch):
-        self.now = 0.0
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-
-
-class Right:
-    """Proposes one right token at a time, each in a fixed number of seconds."""
-
-    def __init__(self, clock: Clock, seconds: float):
-        self.clock, self.seconds, self.asked = clock, seconds, 0
-
-    def propose(self, tokens, limit):
-        self.asked += limit > 0
-        self.clock.now += self.seconds * (limit > 0)
-        return [5][:limit]
-
-
-class Server:
-    """vLLM as far as `HostFlow` calls it. Every sample is the token 5; a step takes a second plus 10 ms per row."""
-
-    def __init__(self, clock: Clock):
-        self.clock, self.llm_engine, self.drafts, self.steps = clock, self, {}, 0
-
-    def collective_rpc(self, name, args):
-        (self.adapter,) = args
-
-    def add_request(self, name, prompt, params):
-        self.drafts[name] = None
-        return name
-
-    def has_unfinished_requests(self):
-        return bool(self.drafts)
-
-    def step(self):
-        names, self.steps = [*self.drafts], self.steps + 1
-        runner, metadata, logits = step(names, [self.drafts[name] or [] for name in names])
-        read = sum(len(self.adapter.flow.rows[name].request.prompt) for name in names if self.drafts[name] is None)
-        runner.query_start_loc.np = runner.query_start_loc.np + read
-        self.clock.now += 1.0 + 0.01 * int(runner.query_start_loc.np[-1])
-        sampled = self.adapter.sample(runner, logits, metadata).sampled_token_ids.tolist()
-        self.drafts = dict(zip(names, self.adapter.propose(sampled), strict=True))
-        done = [name for name in names if self.adapter.flow.rows[name].finish]
-        outputs = [SimpleNamespace(token_ids=self.adapter.flow.rows[n].tokens, finish_reason="length") for n in done]
-        self.drafts = {name: draft for name, draft in self.drafts.items() if name not in done}
-        return [SimpleNamespace(request_id=n, outputs=[o]) for n, o in zip(done, outputs, strict=True)]
-
-    def abort_request(self, names, internal):
-        pass
-
-
-def fives(logits, *_):
-    """The result of `packed_sample` if every sample is 5."""
-    told = torch.full((4, len(logits)), 0.5).view(torch.int32)
-    told[0] = 5
-    return told
-
-
-@pytest.mark.parametrize(("seconds", "steps", "asked"), [(0.75, range(280, 300), range(20)), (0.0, [151], [149])])
-def test_asking_rests_where_it_does_not_pay(monkeypatch, seconds, steps, asked):
-    """A step with drafts emits two tokens a row. If the drafters of four rows take as long as three plain steps that is
-    a loss, which only the seconds of full steps show.
-    """
-    from specrl.rollout.engines.vllm.batch import VLLMRow
-    from specrl.rollout.engines.vllm.driver import HostFlow
-
-    clock = Clock(monkeypatch)
-    server, drafting = Server(clock), Drafting(Budget(padded=False))
-    drafting.vocab = VOCAB
-    drafting.budget.calibrate([(n, 1.0 + 0.01 * n) for n in (1, 100, 200)])
-    flow = HostFlow(llm=server, adapter=adapter_of({}, draw=fives, drafting=drafting))
-    rows = [VLLMRow(Request([2, 3], i, 300, Right(clock, seconds)), sampling=LAWS[0]) for i in range(4)]
-    flow.run(rows, lambda: False, weight_version=0)
-    assert all(row.tokens == [5] * 300 for row in rows)
-    assert server.steps in steps
-    assert rows[0].request.drafter.asked in asked
-
-
-# Drafts ---------------------------------------------------------------------------------------------------------------
-
-
-def proposed(drafts: list[list[int]], **given) -> list[int]:
+def proposed(drafts: list[list[int]], **settings) -> list[int]:
     """Lengths of the parts of these drafts that are verified."""
     rows = {str(i): row_of(i, [5]) for i in range(len(drafts))}
-    adapter = adapter_of(rows, **given)
+    adapter = adapter_of(rows, **settings)
     adapter.flow.drafting.propose = lambda rows, stats: [Draft(draft, "x") for draft in drafts]
     return [len(draft) for draft in proposals(adapter)]
 
@@ -271,10 +175,7 @@ def test_rows_that_have_a_draft_share_the_budget():
     [
         (LogitsBudget(3), ["rollout.rows_per_batch", "rollout.logits_mb"]),
         (LogitsBudget(9, lambda: 0, remedies=Remedies()), ["rollout.vllm.memory_utilization"]),
-        (LogitsBudget(1000, step=5), ["rollout.tokens_per_pass"]),
-        (LogitsBudget(3, remedies=OF_SERVER), ["max_num_seqs", "gpu_memory_utilization"]),
-        (LogitsBudget(9, step=5, remedies=OF_SERVER), ["max_num_batched_tokens"]),
-        (LogitsBudget(3, remedies=OF_CPU_SERVER), ["max_num_seqs"]),
+        (LogitsBudget(9, step=5, remedies=OF_SERVER), ["max_num_seqs", "max_num_batched_tokens"]),
     ],
 )
 def test_a_budget_without_room_is_logged_once(caplog, budget, options):
@@ -294,6 +195,6 @@ def test_memory_is_measured_when_a_rollout_begins():
     adapter = adapter_of(rows, budget=LogitsBudget(0, lambda: asked.append(1) or 6))
     adapter.flow.drafting.propose = lambda rows, stats: [Draft([4] * 5, "x") for _ in rows]
     for _ in range(3):
-        given = proposals(adapter)
-    assert [len(draft) for draft in given] == [3, 3]
+        drafts = proposals(adapter)
+    assert [len(draft) for draft in drafts] == [3, 3]
     assert len(asked) == 1

@@ -1,17 +1,14 @@
 """The synchronous scheduler appends a step's tokens at once. Requests end and are cached as with vLLM's scheduler."""
 
-import importlib.util
-
 import pytest
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'"),
-]
+from tests.rollout.engines.vllm.engines import needs_vllm
+
+pytestmark = needs_vllm
 EOS, BLOCK, CAP, CONTEXT = 1, 4, 20, 22
 
 
-def taken(ours: bool, steps: list[list[int]]) -> list[tuple]:
+def outputs(ours: bool, steps: list[list[int]]) -> list[tuple]:
     """The output of each step for a request, and the request's state afterwards."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
@@ -25,18 +22,18 @@ def taken(ours: bool, steps: list[list[int]]) -> list[tuple]:
         def __init__(self):
             self.max_model_len = CONTEXT
 
-        def take(self, request, tokens):
+        def update(self, request, tokens):
             return self._update_request_with_output(request, [*tokens])
 
     init_none_hash(sha256)
     params = SamplingParams(max_tokens=CAP, stop_token_ids=[EOS], ignore_eos=True)
     hasher = get_request_block_hasher(BLOCK, sha256)
-    request, scheduler, told = Request("a", [2, 3, 4], params, None, block_hasher=hasher), Part(), []
+    request, scheduler, results = Request("a", [2, 3, 4], params, None, block_hasher=hasher), Part(), []
     for tokens in steps:
-        tokens, stopped = scheduler.take(request, tokens)
-        seen = list(request.all_token_ids), list(request.block_hashes), request.status, request.stop_reason
-        told.append((tokens, stopped, *seen))
-    return told
+        tokens, stopped = scheduler.update(request, tokens)
+        state = list(request.all_token_ids), list(request.block_hashes), request.status, request.stop_reason
+        results.append((tokens, stopped, *state))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -49,13 +46,13 @@ def taken(ours: bool, steps: list[list[int]]) -> list[tuple]:
     ],
 )
 def test_steps_end_and_hash_as_vllms_own(steps, ends):
-    ours = taken(True, steps)
-    assert ours == taken(False, steps)
+    ours = outputs(True, steps)
+    assert ours == outputs(False, steps)
     assert len(ours[-1][3]) == (3 + sum(map(len, steps))) // BLOCK
     assert ours[-1][1] == (ends is not None)
     assert ends is None or ours[-1][4].name == ends
 
 
-def test_control_tokens_behind_the_end_are_what_it_relies_on():
+def test_control_it_relies_on_no_tokens_after_the_end():
     """vLLM's scheduler cuts them off; the host flow never emits any."""
-    assert taken(True, [[5, EOS, 6]]) != taken(False, [[5, EOS, 6]])
+    assert outputs(True, [[5, EOS, 6]]) != outputs(False, [[5, EOS, 6]])

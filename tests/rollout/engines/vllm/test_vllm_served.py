@@ -6,149 +6,27 @@ Runner V1; test_vllm_v2.py runs it on V2.
 
 import asyncio
 import gc
-import importlib.util
 import itertools
 import random
-from copy import deepcopy
 from dataclasses import replace
-from unittest import mock
 
 import pytest
-import torch
 
 from specrl.rollout.drafting.suffix import PromptTexts
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
-from specrl.rollout.engines.vllm.wire import KeyedRequest
+from specrl.rollout.engines.vllm.batch import VLLMRow
 from specrl.rollout.types import EngineStats, Request, RolloutError
 from specrl.rollout.verify import Accepted
 from specrl.session import ReuseSession
-from tests.rollout.engines.vllm.test_vllm import CONTEXT, RUNNER, on_v1, policy, spec_of
-from tests.rollout.golden import EOS_IDS, VOCAB, all_wrong, corrupt, prompts_and_caps, requests_of
+from tests.rollout.engines.vllm.engines import CONTEXT, RUNNER, needs_vllm, on_v1, spec_of
+from tests.rollout.engines.vllm.servers import arguments, keep_async, logprobs, start_served, tokens
+from tests.rollout.golden import EOS_IDS, VOCAB, all_wrong, corrupt
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'"),
-]
+pytestmark = needs_vllm
 
 
-if importlib.util.find_spec("vllm"):
-    from vllm.platforms.cpu import CpuPlatform
-
-    _configure = CpuPlatform.check_and_update_config.__func__
-
-
-class Served:
-    """A vLLM engine with a step counter, and plain requests to it."""
-
-    def __init__(self, llm, model):
-        self.llm, self.model, self.steps = llm, model, 0
-        self.core = llm.llm_engine.engine_core.engine_core
-        self.runner = self.core.model_executor.driver_worker.worker.model_runner
-        self.flow = self.runner.drafter.flow if RUNNER == "v1" else self.core.scheduler.draft_lengths
-        self.flow.drafting.budget.window = 8  # independent of the costs of passes
-
-    def ask(self, requests: list[Request], texts=None, keyed: bool = True, **params) -> list:
-        """vLLM's outputs. texts: one earlier response for each request; keyed: False lets vLLM sample."""
-        texts = [[t] for t in texts] if texts else [[]] * len(requests)
-        return self.ask_with(
-            [
-                (list(r.prompt), self.params(r, known, **params) if keyed else self.vllm_params(r, **params))
-                for r, known in zip(requests, texts, strict=True)
-            ]
-        )
-
-    def params(self, request: Request, texts=(), prompt_tokens=None, **params):
-        texts = tuple(map(tuple, texts))
-        prompt_tokens = prompt_tokens or len(request.prompt)
-        wire = KeyedRequest(request.key, prompt_tokens, str(request.key), texts, own=0 if texts else -1)
-        return self.vllm_params(request, extra_args=wire.extra_args(), **params)
-
-    @staticmethod
-    def vllm_params(request: Request, **params):
-        from vllm import SamplingParams
-
-        shape = {"max_tokens": request.max_new_tokens, "stop_token_ids": list(EOS_IDS), "ignore_eos": True}
-        return SamplingParams(**{**shape, "detokenize": False, "logprobs": 0, **params})
-
-    def ask_with(self, prompts_and_params) -> list:
-        engine, done, self.steps = self.llm.llm_engine, {}, 0
-        for i, (prompt, params) in enumerate(prompts_and_params):
-            engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
-        while engine.has_unfinished_requests():
-            self.steps += 1
-            done |= {int(output.request_id): output.outputs[0] for output in engine.step() if output.finished}
-        return [done[i] for i in range(len(prompts_and_params))]
-
-
-def tokens(outputs) -> list[list[int]]:
-    return [list(output.token_ids) for output in outputs]
-
-
-def logprobs(output) -> list[float]:
-    return [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
-
-
-def start_served(path, arguments: dict, **settings_):
-    """vLLM's LLM, started as a user starts it."""
-    from specrl.rollout.engines.vllm.engine import LLM, settings
-
-    # vLLM replaces torch.set_num_threads when it starts
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gc.collect", lambda *_: 0)
-        patch.setattr("torch.set_num_threads", torch.set_num_threads)
-        if RUNNER == "v2":
-            patch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
-        return LLM(**settings(spec_of(path)), **arguments, **settings_)
-
-
-def keep_async(cls, config):
-    """vLLM disables asynchronous scheduling on a CPU."""
-    asked = config.scheduler_config.async_scheduling
-    _configure(cls, config)
-    config.scheduler_config.async_scheduling = asked
-
-
-def arguments() -> dict:
-    """ENGINE_ARGS with shorter drafts."""
-    from specrl.rollout.engines.vllm.served import ENGINE_ARGS
-
-    given = deepcopy(ENGINE_ARGS[RUNNER])
-    given["speculative_config"]["num_speculative_tokens"] = 8
-    return given
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("qwen3")
-    policy("qwen3").save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def served(path):
-    from specrl.rollout.engines.vllm.engine import shut_down
-
-    borrowed = torch.distributed.is_initialized()
-    llm = start_served(path, arguments())
-    yield Served(llm, policy("qwen3"))
-    with mock.patch("gc.collect"):
-        shut_down(llm, borrowed)
-
-
-@pytest.fixture(scope="module")
-def requests():
-    return requests_of(prompts_and_caps(26))
-
-
-@pytest.fixture(scope="module")
-def plain(served, requests):
-    """The tokens, log-probs and number of steps without texts."""
-    outputs = served.ask(requests)
-    return tokens(outputs), [logprobs(output) for output in outputs], served.steps
-
-
-def test_without_texts_it_draws_as_the_transformers_engine(served, requests, plain):
+def test_without_texts_it_samples_as_the_transformers_engine(served, requests, plain):
     want, stats = TransformersEngine(served.model, SamplingParams(EOS_IDS)).generate(requests)
     assert stats.ties == 0
     assert plain[0] == [c.tokens for c in want]
@@ -159,7 +37,7 @@ def test_without_texts_it_draws_as_the_transformers_engine(served, requests, pla
     assert -drafted <= plain[2] - max(map(len, plain[0])) <= late, "about a token a step"
 
 
-@pytest.mark.parametrize("window", [8, 0])
+@pytest.mark.parametrize("window", [8, pytest.param(0, marks=on_v1)])
 def test_texts_change_the_number_of_steps_and_nothing_else(served, requests, plain, window):
     rng = random.Random(0)
     served.flow.drafting.budget.window = window  # 0: the measured costs decide
@@ -178,37 +56,35 @@ def test_control_a_draft_that_is_not_verified_is_found(served, requests, plain, 
     assert tokens(served.ask(requests, [all_wrong(text) for text in plain[0]], logprobs=None)) != plain[0]
 
 
-def _trusting(key, draft, drawn) -> Accepted:
+def _trusting(key, draft, samples) -> Accepted:
     """Planted fault: every draft token is accepted."""
-    return Accepted([*draft.tokens, drawn.tokens[-1]], drawn.logprobs, drawn.logprobs, len(draft.tokens))
+    return Accepted([*draft.tokens, samples.tokens[-1]], samples.logprobs, samples.logprobs, len(draft.tokens))
 
 
 def test_requests_of_others_are_vllms_own(served, requests, plain):
     """Greedy ones, whose tokens are known, in one batch with keyed ones that draft."""
     greedy = tokens(served.ask(requests, keyed=False, temperature=0.0))
-    drawn = [(list(r.prompt), served.params(r, [text])) for r, text in zip(requests, plain[0], strict=True)]
+    keyed = [(list(r.prompt), served.params(r, [text])) for r, text in zip(requests, plain[0], strict=True)]
     theirs = [(list(r.prompt), served.vllm_params(r, temperature=0.0, logprobs=2)) for r in requests]
-    mixed = served.ask_with([pair for both in zip(drawn, theirs, strict=True) for pair in both])
+    mixed = served.ask_with([pair for both in zip(keyed, theirs, strict=True) for pair in both])
     assert tokens(mixed[::2]) == plain[0]
     assert [logprobs(output) for output in mixed[::2]] == plain[1]
     assert tokens(mixed[1::2]) == greedy != plain[0]
     ranks = [e[t].rank for o in mixed[1::2] for t, e in zip(o.token_ids, o.logprobs, strict=True)]
     assert set(ranks) == {1}, "the likeliest"
-    assert served.ask(requests, keyed=False, temperature=1.0), "vLLM draws by itself"
+    assert served.ask(requests, keyed=False, temperature=1.0), "vLLM samples by itself"
 
 
-def test_every_request_has_its_own_law(served, requests):
-    laws = [(0.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 5, 1.0), (0.8, 9, 0.9)]
-    named = [dict(zip(("temperature", "top_k", "top_p"), law, strict=True)) for law in laws]
+def test_every_request_has_its_own_distribution(served, requests):
+    distributions = [(0.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 5, 1.0), (0.8, 9, 0.9)]
     want = [None] * len(requests)
-    for i, law in enumerate(laws):
-        drawn, _ = TransformersEngine(served.model, SamplingParams(EOS_IDS, *law)).generate(requests[i::4])
-        want[i::4] = [c.tokens for c in drawn]
-    texts = [[], *([text] for text in want[1:])]
-    asked = [
-        (list(r.prompt), served.params(r, known, **named[i % 4]))
-        for i, (r, known) in enumerate(zip(requests, texts, strict=True))
-    ]
+    for i, distribution in enumerate(distributions):
+        engine = TransformersEngine(served.model, SamplingParams(EOS_IDS, *distribution))
+        want[i::4] = [c.tokens for c in engine.generate(requests[i::4])[0]]
+    asked = []
+    for i, request in enumerate(requests):
+        params = dict(zip(("temperature", "top_k", "top_p"), distributions[i % 4], strict=True))
+        asked.append((list(request.prompt), served.params(request, [want[i]] if i else [], **params)))
     assert tokens(served.ask_with(asked)) == want
 
 
@@ -260,13 +136,11 @@ def test_a_session_serves_two_visits_of_a_prompt(served):
 
 @on_v1
 def test_finished_requests_are_forgotten(served, requests):
-    from specrl.rollout.engines.vllm.batch import VLLMRow
-
     def held() -> tuple[int, int]:
         """Numbers of rows and of prompts' texts that exist in this process."""
         gc.collect()
-        found = gc.get_objects()
-        return sum(isinstance(x, VLLMRow) for x in found), sum(isinstance(x, PromptTexts) for x in found)
+        objects = gc.get_objects()
+        return sum(isinstance(x, VLLMRow) for x in objects), sum(isinstance(x, PromptTexts) for x in objects)
 
     served.ask(requests[:1], [[3, 4, 5]])
     rows, groups = held()
@@ -319,16 +193,15 @@ def test_a_request_that_cannot_be_served_is_refused_alone(served, requests, plai
     assert tokens(served.ask(requests[:4], plain[0][:4])) == plain[0][:4]
 
 
-def test_requests_without_a_key_are_asked_nothing(served, requests):
-    """Their parameters are not checked."""
-    law = {"temperature": 0.0, "repetition_penalty": 1.1, "extra_args": {"others": object}}
-    assert len(served.ask_with([(list(requests[0].prompt), served.vllm_params(requests[0], **law))])) == 1
+def test_requests_without_a_key_are_not_checked(served, requests):
+    params = {"temperature": 0.0, "repetition_penalty": 1.1, "extra_args": {"others": object}}
+    assert len(served.ask_with([(list(requests[0].prompt), served.vllm_params(requests[0], **params))])) == 1
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["at_the_front", "in_the_core"])
-def test_a_bad_request_does_not_end_a_server_of_several_processes(
-    served, requests, plain, path, monkeypatch, told, caplog
-):
+@pytest.mark.parametrize(
+    "front", [pytest.param(True, marks=[on_v1, pytest.mark.long]), False], ids=["at_the_front", "in_the_core"]
+)
+def test_a_bad_request_does_not_end_a_server_of_several_processes(served, requests, plain, saved, monkeypatch, front):
     """If the front end does not know keys, as under `vllm serve`, the engine core ends the request."""
     import vllm
     from vllm.exceptions import VLLMValidationError
@@ -338,14 +211,15 @@ def test_a_bad_request_does_not_end_a_server_of_several_processes(
 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     if RUNNER == "v2":
-        monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(keep_async))
-    if not told:
+        keep_async(monkeypatch)
+    if not front:
         monkeypatch.setattr(InputProcessor, "process_inputs", InputProcessor.process_inputs.__wrapped__)
     bad = [*bad_requests(served, requests[2], plain[0][2])]
-    bad = [given for given in bad if told or given[0] != "n"]  # the front end sends each of its responses separately
+    bad = [request for request in bad if front or request[0] != "n"]  # the front end sends each response separately
+    options = {**settings(spec_of(saved("qwen3")[1])), "tensor_parallel_size": 2 if RUNNER == "v2" else 1}
 
     async def answers() -> tuple[list, list]:
-        engine = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(**settings(spec_of(path)), **arguments()))
+        engine = vllm.AsyncLLMEngine.from_engine_args(vllm.AsyncEngineArgs(**options, **arguments()))
         numbers = itertools.count()
 
         async def answer(prompt, params):
@@ -353,30 +227,30 @@ def test_a_bad_request_does_not_end_a_server_of_several_processes(
                 last = output.outputs[0]
             return last.finish_reason if last.finish_reason == "error" else list(last.token_ids)
 
-        good = [(list(r.prompt), served.params(r)) for r in requests[:2]]
+        good = [(list(r.prompt), served.params(r, [text])) for r, text in zip(requests[:4], plain[0], strict=False)]
         try:
-            found = []
+            refused = []
             for _, prompt, params in bad:
-                found += await asyncio.gather(answer(prompt, params), return_exceptions=True)
-            return found, await asyncio.gather(*[answer(*each) for each in good])
+                refused += await asyncio.gather(answer(prompt, params), return_exceptions=True)
+            return refused, await asyncio.gather(*[answer(*each) for each in good])
         finally:
             engine.shutdown()
 
-    found, after = asyncio.run(answers())
-    assert after == plain[0][:2], "the server serves on"
-    for (word, *_), answer in zip(bad, found, strict=True):
-        if told:
-            assert isinstance(answer, VLLMValidationError), word
-            assert word in str(answer)
+    refused, after = asyncio.run(answers())
+    assert after == plain[0][:4], "the server serves on"
+    for (name, *_), answer in zip(bad, refused, strict=True):
+        if front:
+            assert isinstance(answer, VLLMValidationError), name
+            assert name in str(answer)
         else:
-            assert answer == "error", word
+            assert answer == "error", name
 
 
 @on_v1
-def test_a_server_whose_core_would_not_refuse_does_not_start(path):
-    given = {**arguments(), "scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}
+def test_a_server_whose_core_would_not_refuse_does_not_start(saved):
+    changed = {**arguments(), "scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}
     with pytest.raises((RolloutError, RuntimeError), match=r"scheduler_cls=.*ENGINE_ARGS\['v1'\]"):
-        start_served(path, given)
+        start_served(saved("qwen3")[1], changed)
 
 
 def test_engines_that_serve_by_default(served, tmp_path, monkeypatch, caplog):

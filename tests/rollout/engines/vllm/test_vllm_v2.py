@@ -1,7 +1,7 @@
 """The vLLM engine on Model Runner V2, in processes that enable Triton's interpreter at their start.
 
-Runs test_vllm.py, test_judged.py and test_vllm_served.py again. device_cases.py tests drafts on the device,
-head_cases.py those of a draft head, and served_cases.py features that only servers on V2 have.
+Runs test_vllm.py, test_lossy.py and test_vllm_served.py again, without tests marked `on_v1`. device_cases.py tests
+drafts on the device, head_cases.py those of a draft head, and served_cases.py what only servers on V2 have.
 """
 
 import importlib.util
@@ -18,15 +18,8 @@ HERE = "tests.rollout.engines.vllm"
 SITE = f"import os\nif os.environ.get('TRITON_INTERPRET'):\n    import {HERE}.vllm_shim\n"
 """For the processes that vLLM starts: they too need a Triton that can run."""
 
-ON_V1 = (
-    "starting_and_closing or several_eos or has_otherwise or does_not_fit or nan_logits or cap_is_exact or stop_lets "
-    "or llama-process or qwen3-memory or (plain_decoding and llama) or window_follows or kv_of_older or holds_no_row "
-    "or (memory_bounds and settings1) or (any_quality and 8) or (lenient_decides and 1.0-8) or (every_sampling_law and "
-    "(law1 or law2)) or (judge_of_the and (0-1 or 5-1 or 1.1-1)) or at_the_front or (steps_and_nothing_else and 0)"
-)
-"""Cases that do not depend on the model runner, or that differ from another one by a number: V1 runs all of them."""
 TOGETHER = [
-    ["test_vllm.py", "test_judged.py"],
+    ["test_vllm.py", "test_lossy.py"],
     ["device_cases.py", "head_cases.py"],
     ["served_cases.py", "test_vllm_served.py"],
 ]
@@ -42,7 +35,7 @@ def test_the_cases_on_tritons_interpreter(files, tmp_path):
     path = os.pathsep.join(map(str, (tmp_path, TRITON, ROOT)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     environment.pop("VLLM_USE_V2_MODEL_RUNNER", None)  # set by an engine of this process
-    command = [sys.executable, "-m", "pytest", "-q", "-p", f"{HERE}.vllm_shim", "-k", f"not ({ON_V1})"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", f"{HERE}.vllm_shim"]
     command += [f"{HERE.replace('.', '/')}/{name}" for name in files]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     print(done.stdout[-3000:])

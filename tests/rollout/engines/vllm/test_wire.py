@@ -11,13 +11,10 @@ GOOD = KeyedRequest(-(1 << 63), 4, "g", ((5, 6, 7), (8,)), own=1)
 def test_what_is_written_is_read():
     assert KeyedRequest.read(GOOD.extra_args()) == GOOD
     assert KeyedRequest.read({**GOOD.extra_args(), "others": 1}) == GOOD
+    short = KeyedRequest(3, 4, "g")
+    sent = {name: value for name, value in short.extra_args().items() if name not in ("specrl_texts", "specrl_own")}
+    assert KeyedRequest.read(sent) == short
     assert KeyedRequest.read({"others": 1}) is KeyedRequest.read({}) is KeyedRequest.read(None) is None
-
-
-def test_texts_may_be_left_out():
-    wire = KeyedRequest(3, 4, "g")
-    sent = {name: value for name, value in wire.extra_args().items() if name not in ("specrl_texts", "specrl_own")}
-    assert KeyedRequest.read(sent) == wire
 
 
 @pytest.mark.parametrize("missing", ["specrl_key", "specrl_prompt_tokens", "specrl_group"])

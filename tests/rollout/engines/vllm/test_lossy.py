@@ -1,7 +1,5 @@
-"""acceptance=judged with vLLM: the judge reads the hidden states of vLLM's logits, on both model runners."""
-# ruff: noqa: F811 - the fixtures of test_vllm, which tests name as arguments
+"""acceptance=lenient and judged with vLLM. The judge reads the hidden states that vLLM computes logits from."""
 
-import importlib.util
 import random
 
 import pytest
@@ -9,26 +7,46 @@ import torch
 
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.lossy.judge import JudgeHead
 from specrl.rollout.lossy.pair import fingerprint
 from specrl.rollout.sections import JudgedConfig
 from specrl.rollout.types import RolloutError
-from tests.engines import judged
-from tests.rollout.engines.vllm.test_vllm import (  # noqa: F401 - fixtures
-    EOS_IDS,
-    engine_of,
-    exactly,
-    golden,
-    policy,
-    saved,
-    start,
-)
-from tests.rollout.golden import corrupt, differing, requests_of
+from tests.engines import judged, local
+from tests.rollout.engines.vllm.engines import exactly, moved, needs_vllm, on_v1, policy, probe_of, spec_of, start
+from tests.rollout.golden import EOS_IDS, Script, corrupt, differing, prompts_and_caps, requests_of
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'"),
-]
+pytestmark = needs_vllm
+
+
+def lenient_requests(cases, texts, visit):
+    requests = requests_of(cases, [Script(c.tokens) for c in texts], visit)
+    for request, c in zip(requests, texts, strict=True):
+        request.draft_logprobs, request.draft_version = c.logprobs, 0
+    return requests
+
+
+@pytest.mark.parametrize(("lenience", "draft_tokens"), [pytest.param(0.5, 8, marks=on_v1), (1.65, 40)])
+def test_lenient_decides_as_the_transformers_engine(saved, updated, lenience, draft_tokens):
+    cases = [(prompt, 30) for prompt, _ in prompts_and_caps(30)]
+    texts, _ = TransformersEngine(saved("qwen3")[0], SamplingParams(EOS_IDS)).generate(requests_of(cases))
+    engine, model = updated(acceptance="lenient", lenience=lenience, draft_tokens=draft_tokens)
+    new = moved(model, 1)
+    engine.update_weights(new.state_dict().items(), 1, probe_of(new))
+    reference = local(new, SamplingParams(EOS_IDS), lenience=lenience)
+    reference.update_weights(None, 1)
+    want, _ = reference.generate(lenient_requests(cases, texts, visit=1))
+    done, stats = engine.generate(lenient_requests(cases, texts, visit=1))
+    assert differing(done, want, 1e-4) == []
+    for c, w in zip(done, want, strict=True):
+        assert (c.reused, c.versions, c.draft_version) == (w.reused, w.versions, 0)
+        assert c.behaviour_logprobs == pytest.approx(w.behaviour_logprobs, abs=1e-4)
+    assert 0 < stats.accepted < stats.drafted
+    assert any(len(set(c.versions)) == 2 for c in done)
+    exact, _ = TransformersEngine(new, SamplingParams(EOS_IDS)).generate(requests_of(cases, visit=1))
+    assert len(differing(done, exact)) > 10, "control: the rule is not the exact one"
+    with pytest.raises(RolloutError, match="log-probs"):
+        engine.generate(requests_of([([5], 9)], [Script([5] * 9)]))
 
 
 def head(threshold):
@@ -57,8 +75,7 @@ def asked(cases, want):
     return made
 
 
-@pytest.mark.parametrize("window", [1, 6])
-@pytest.mark.parametrize("threshold", [0.0, 0.5, 1.1])
+@pytest.mark.parametrize(("threshold", "window"), [(0.0, 6), (0.5, 1), pytest.param(0.5, 6, marks=on_v1), (1.1, 6)])
 def test_it_is_the_judge_of_the_transformers_engine(judging, golden, threshold, window):
     cases, want = golden()
     reference = judged(policy("qwen3"), SamplingParams(EOS_IDS), head(threshold), window=6)
@@ -71,18 +88,18 @@ def test_it_is_the_judge_of_the_transformers_engine(judging, golden, threshold, 
         assert all(mine == pytest.approx(other, abs=1e-3) for mine, other in both)
     assert 0 < stats.accepted <= stats.drafted
     assert stats.route_faults == 0
-    assert bool(differing(done, want, 1e-3)) == (threshold > 0), "a judge that lets nothing stand is exact"
-    stood = sum(logprob < -0.5 and (-0.5 - logprob) * 1024 % 1 == 0 for c in done for logprob in c.behaviour_logprobs)
-    assert (stood > 0) == (threshold > 0)
+    assert bool(differing(done, want, 1e-3)) == (threshold > 0), "a judge that accepts nothing is exact"
+    logprobs = [logprob for c in done for logprob in c.behaviour_logprobs]
+    stored = sum(logprob < -0.5 and (-0.5 - logprob) * 1024 % 1 == 0 for logprob in logprobs)
+    assert (stored > 0) == (threshold > 0)
 
 
 def test_small_steps_and_shared_prompts_change_nothing(judging, golden):
     """Steps with waiting rows, joining rows, partially computed prompts, and half of each draft."""
     cases, want = golden()
     done, _ = judging(0.5).generate(asked(cases, want))
-    for settings in ({"tokens_per_pass": 40}, {"rows_per_batch": 5}, {"draft_tokens": 3}):
-        bounded, _ = judging(0.5, **settings).generate(asked(cases, want))
-        assert differing(bounded, exactly(done), 1e-4) == []
+    bounded, _ = judging(0.5, tokens_per_pass=40, rows_per_batch=5, draft_tokens=3).generate(asked(cases, want))
+    assert differing(bounded, exactly(done), 1e-4) == []
 
 
 def test_hidden_states_of_other_tokens_are_found(judging, golden, monkeypatch):
@@ -91,8 +108,8 @@ def test_hidden_states_of_other_tokens_are_found(judging, golden, monkeypatch):
 
     cases, want = golden()
     done, _ = judging(0.5).generate(asked(cases, want))
-    place = TargetSamples.hidden.fget
-    monkeypatch.setattr(TargetSamples, "hidden", property(lambda drawn: place(drawn).roll(1, 0)))
+    hidden = TargetSamples.hidden.fget
+    monkeypatch.setattr(TargetSamples, "hidden", property(lambda samples: hidden(samples).roll(1, 0)))
     off, _ = judging(0.5).generate(asked(cases, want))
     assert differing(off, exactly(done), 1e-4)
 
@@ -100,4 +117,4 @@ def test_hidden_states_of_other_tokens_are_found(judging, golden, monkeypatch):
 def test_a_judge_of_another_policy_is_refused(saved, tmp_path):
     head(0.5).save(tmp_path, {"policy": "another"})
     with pytest.raises(RolloutError, match="was trained for another policy"):
-        start(saved("qwen3")[1], acceptance="judged", judged=JudgedConfig(path=str(tmp_path)))
+        start(spec_of(saved("qwen3")[1], acceptance="judged", judged=JudgedConfig(path=str(tmp_path))))

@@ -1,0 +1,132 @@
+"""Engines that fail on some prompts, and requests that make them fail. Worker processes import this module."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import torch
+
+from specrl.rollout.build import build_engine
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from specrl.rollout.keys import derive_key
+from specrl.rollout.types import Request
+from specrl.rollout.workers.worker import StaleWeights
+
+VOCAB, EOS_IDS = 61, frozenset({1, 7})
+# First tokens of prompts that cause faults. FRAIL applies only to the first engine of a pool, STALE once per engine.
+POISON, TIGHT, FULL, DEADLY, FRAIL, OTHER, STALE, SLOW = range(53, 61)
+
+
+class Faulty:
+    """A real engine that fails on some prompts."""
+
+    own_weights = True
+
+    def __init__(self, engine, folder):
+        self.engine, self.folder, self.broken, self.stale = engine, folder, False, False
+        note(folder, "pids")
+
+    def generate(self, requests):
+        if not requests:
+            note(self.folder, "idle")
+        marks = [request.prompt[0] for request in requests]
+        if DEADLY in marks:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if SLOW in marks:
+            note(self.folder, "slow")
+            time.sleep(1)
+        if OTHER in marks or (STALE in marks and not self.stale):
+            self.engine.model.load_state_dict({n: -x for n, x in self.engine.model.state_dict().items()})
+        if STALE in marks and not self.stale:
+            self.stale = True
+            raise StaleWeights("these weights are not the policy's")
+        if FRAIL in marks and not noted(self.folder, "broken"):
+            note(self.folder, "broken")
+            self.broken = True
+        if POISON in marks:
+            raise ValueError("cannot digest this prompt")
+        if FULL in marks or (TIGHT in marks and len(requests) > 2):
+            raise torch.OutOfMemoryError(f"CUDA out of memory: no room for {len(requests)} rows")
+        self.score(())
+        return self.engine.generate(requests)
+
+    def ahead(self, requests, stop):
+        marks = [request.prompt[0] for request in requests]
+        if POISON in marks:
+            raise ValueError("cannot digest this prompt")
+        if SLOW in marks:
+            note(self.folder, "ahead")
+            while not stop():
+                time.sleep(0.01)
+        return self.engine.ahead(requests, stop)
+
+    def score(self, tokens):
+        if self.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return self.engine.score(tokens) if tokens else []
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+
+def note(folder, what):
+    """Records that the event happened in this process."""
+    (folder / what).mkdir(exist_ok=True)
+    (folder / what / str(os.getpid())).touch()
+
+
+def noted(folder, what):
+    """The processes in which the event happened."""
+    return [int(path.name) for path in (folder / what).glob("*")]
+
+
+def build(spec):
+    return Faulty(build_engine(spec), Path(spec.model))
+
+
+class Deaf(Faulty):
+    """Accepts versions but not weights."""
+
+    def update_weights(self, weights, version, probe=None):
+        self.engine.update_weights(None, version, probe)
+
+
+def build_deaf(spec):
+    return Deaf(build_engine(spec), Path(spec.model))
+
+
+def requests_of(n=24, visit=0, marks=(), drafts=None):
+    """n requests for prompts shared by four rows each. The first prompts begin with `marks`."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(8, 50) for _ in range(3 + i % 4)] for i in range(-(-n // 4))]
+    for prompt, mark in zip(prompts, marks, strict=False):
+        prompt[0] = mark
+    return [
+        Request(prompts[i // 4], derive_key(3, "workers", i, visit), 20, drafts and drafts[i], expected_tokens=10)
+        for i in range(n)
+    ]
+
+
+def drafters(texts):
+    """Right, wrong and shifted drafts, with one index for every four rows. A drafter serves one response."""
+    rng = random.Random(2)
+    noisy = [[rng.randrange(VOCAB) if rng.random() < 0.2 else t for t in text] for text in texts]
+    shifted = [list(text[i % 3 :]) or [9] for i, text in enumerate(noisy)]
+    groups = [PromptTexts([*shifted[i : i + 4], list(texts[i - 1])]) for i in range(0, len(texts), 4)]
+    return [SuffixDrafter(groups[i // 4], text) for i, text in enumerate(shifted)]
+
+
+def differing(done, want, rows=None):
+    """Rows whose tokens or finish reason differ, or whose log-probs differ by more than rounding."""
+    assert len(done) == len(want)
+    return [
+        i
+        for i, (a, b) in enumerate(zip(done, want, strict=True))
+        if (rows is None or i in rows)
+        and (
+            (a.tokens, a.finish, a.failure) != (b.tokens, b.finish, b.failure)
+            or max((abs(x - y) for x, y in zip(a.logprobs, b.logprobs, strict=True)), default=0) > 1e-5
+        )
+    ]

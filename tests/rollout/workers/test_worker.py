@@ -1,0 +1,120 @@
+"""A worker without Ray: how rows are split, versions, kinds of failures, and weights as bytes."""
+
+import os
+import random
+
+import pytest
+import torch
+
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import EngineSpec, Probe
+from specrl.rollout.types import Request, RolloutError
+from specrl.rollout.workers.worker import (
+    Failure,
+    RolloutWorker,
+    StaleWeights,
+    WorkerInfo,
+    split_work,
+    to_arrays,
+    to_tensors,
+)
+from tests.rollout.workers.faulty import EOS_IDS, build, requests_of
+
+
+def loads(requests, shares):
+    return [sum(requests[i].expected_tokens for group in share for i in group) for share in shares]
+
+
+def random_requests(rng, prompts):
+    return [
+        Request([p], 0, 99, expected_tokens=cost)
+        for p in range(prompts)
+        for cost in [rng.randrange(1, 40)]
+        for _ in range(rng.randrange(1, 4))
+    ]
+
+
+def test_shares_hold_every_row_once_whole_prompts_and_the_longest_first():
+    rng = random.Random(0)
+    for _ in range(40):
+        requests = random_requests(rng, rng.randrange(1, 8))
+        rng.shuffle(requests)
+        shares = split_work(requests, rng.randrange(1, 6))
+        assert sorted(i for share in shares for group in share for i in group) == list(range(len(requests)))
+        groups = [group for share in shares for group in share]
+        assert len(groups) == len({tuple(r.prompt) for r in requests})
+        assert loads(requests, shares) == sorted(loads(requests, shares), reverse=True)
+        assert all(shares)
+    assert split_work([], 3) == []
+
+
+def test_rows_of_unknown_length_count_with_their_cap():
+    requests = [Request([0], 0, 30), Request([1], 0, 500, expected_tokens=10), Request([2], 0, 25)]
+    assert split_work(requests, 2) == [[[1], [2]], [[0]]] or split_work(requests, 2) == [[[2], [1]], [[0]]]
+
+
+@pytest.fixture
+def worker(build_model, tmp_path):
+    build_model("llama").save_pretrained(tmp_path)
+    spec = EngineSpec(model=str(tmp_path), eos_ids=EOS_IDS, rollout=RolloutConfig())
+    worker = RolloutWorker(0)
+    assert worker.run("start", build, spec, 1, None, 0, None) == WorkerInfo(os.getpid(), gpu="")
+    return worker
+
+
+def test_a_worker_refuses_other_versions(worker):
+    assert not isinstance(worker.run("generate", 0, requests_of(2)), Failure)
+    with pytest.raises(StaleWeights, match="worker 0 has weight version 0, not 1"):
+        worker.generate(1, requests_of(2))
+    assert worker.run("score", 1, [3, 4]).kind == "stale"
+
+
+def test_a_worker_whose_update_failed_serves_no_version(worker, build_model):
+    wrong = Probe((3, 4), (-99.0,), 1e-3)
+    answer = worker.run("update_weights", to_arrays(build_model("llama", 1).state_dict().items()), 0, wrong)
+    assert "does not run the weights it was sent" in str(answer)
+    assert worker.run("generate", 0, requests_of(2)).kind == "stale"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("x"), "rows"),
+        (RolloutError("a prompt is too long"), "rows"),
+        (MemoryError(), "memory"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "memory"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), "memory"),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4 bytes"), "memory"),
+        (RuntimeError("shape mismatch"), "rows"),
+    ],
+)
+def test_kinds_of_failures(worker, error, kind):
+    def generate(requests):
+        raise error
+
+    worker.engine.generate = generate
+    failure = worker.run("generate", 0, requests_of(2))
+    assert failure.kind == kind
+    assert ("Traceback" in str(failure)) == (not isinstance(error, RolloutError))
+    worker.engine.broken = True
+    assert worker.run("generate", 0, requests_of(2)).kind == ("memory" if kind == "memory" else "broken")
+
+
+def test_weights_travel_bit_by_bit():
+    tensors = {
+        "float": torch.randn(3, 4).t(),
+        "bf16": torch.randn(5).bfloat16(),
+        "half": torch.randn(2, 2).half(),
+        "scalar": torch.tensor(2.5),
+        "int": torch.arange(4),
+        "bool": torch.tensor([True, False]),
+        "nan": torch.tensor([float("nan"), -0.0]),
+    }
+    back = dict(to_tensors(to_arrays(tensors.items())))
+    assert list(back) == list(tensors)
+    for name, tensor in tensors.items():
+        assert back[name].dtype == tensor.dtype
+        assert back[name].shape == tensor.shape
+        assert (
+            back[name].contiguous().flatten().view(torch.uint8).equal(tensor.contiguous().flatten().view(torch.uint8))
+        )
