@@ -19,9 +19,8 @@ class CacheOptions:
 def main(options: CacheOptions) -> int:
     """Prints a summary and every malformed entry. Returns RUN_ERROR if there are any."""
     # Heavy imports of entry points are lazy, so that help=true answers at once.
-    from specrl.rollout.cache.disk import FORMAT, SNAPSHOT
-    from specrl.rollout.cache.reading import read_snapshot
     from specrl.rollout.cache.record import complaint, unpack
+    from specrl.rollout.cache.snapshot import FORMAT, SNAPSHOT, read_snapshot
 
     if not options.run:
         raise ConfigError("run is missing: the directory of a run, such as run=outputs/grpo_math")

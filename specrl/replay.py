@@ -169,9 +169,8 @@ def read_run(directory: Path) -> list[Text]:
     """The responses of a run: the trajectories of its checkpoints and its end or, without revisits, its completions."""
     import pyarrow.parquet as pq
 
-    from specrl.rollout.cache.disk import SNAPSHOT
-    from specrl.rollout.cache.reading import read_snapshot
     from specrl.rollout.cache.record import unpack
+    from specrl.rollout.cache.snapshot import SNAPSHOT, read_snapshot
 
     texts: dict[tuple[str, int, int], Text] = {}
     for folder in (*directory.glob("checkpoints/checkpoint-*/trajectories"), directory / "trajectories"):

@@ -16,8 +16,7 @@ from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.lossy.pair import Pair
 from specrl.reward.set import RewardSet
-from specrl.rollout.cache.memory import Fingerprint
-from specrl.rollout.cache.reading import load
+from specrl.rollout.cache.memory import Fingerprint, load
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.base import Limits
 from specrl.rollout.engines.local.probe import packed_model

@@ -7,8 +7,8 @@ from dataclasses import replace
 from accelerate import Accelerator, DistributedType
 
 from specrl.config.schema import Config
-from specrl.rollout.drafter import load_drafter
 from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.head import load_drafter
 from specrl.rollout.types import RolloutError
 from specrl.run.policy import engine_spec
 from specrl.trainers.companions import Companion

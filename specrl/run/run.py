@@ -176,7 +176,7 @@ def load_cache(
     vocabulary = model.get_output_embeddings().weight.shape[0]
     if options.clear or not (checkpoint or options.start_from):
         return TrajectoryCache(fingerprint, vocabulary, eos_ids, max_mb=options.max_mb)
-    from specrl.rollout.cache.reading import load
+    from specrl.rollout.cache.memory import load
 
     # A checkpoint may have no trajectories, for example after rollout.acceptance=off; the cache is then empty.
     return load(

@@ -6,8 +6,8 @@ import pytest
 
 from specrl.cache import CacheOptions, main
 from specrl.config.load import run
-from specrl.rollout.cache.disk import SNAPSHOT
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.cache.snapshot import SNAPSHOT
 from specrl.rollout.types import Trajectory
 
 
