@@ -47,7 +47,7 @@ HERE = {  # in the place of what only the reader has
     "run": "{run}",
 }
 SIZES = {"trainer.prompts_per_step": "4", "rollout.max_new_tokens": "200"}
-"""Added to commands with config=grpo, as the embedded policy and the example's data are smaller than a reader's."""
+"""Added to commands with config=grpo: the embedded policy and the example data are smaller than a reader's."""
 LENIENT = {"rollout.acceptance": "lenient"}
 DRAFTER = {"rollout.drafter": str(TINY_PATH)}
 JUDGED = {"rollout.acceptance": "judged", "rollout.judged.path": str(TINY_PATH), "rollout.drafter": ""}
