@@ -40,7 +40,7 @@ def check(config: RewardConfig) -> None:
     Cheap enough for the start of a program: it imports the user's modules, starts no worker and calls nothing.
     """
     names = [spec if spec in BUILT_IN else find(spec)[1] for spec in config.functions]
-    check_settings(names, config.weights or [1.0] * len(names), config.max_failure_ratio)
+    check_settings(names, config.weights or [1.0] * len(names))
 
 
 def load_reward(spec: str, config: RewardConfig | None = None) -> Reward:

@@ -1,26 +1,16 @@
 """The math reward: 1.0 when the final answer of a completion equals the reference answer, else 0.0.
 
-The same rules extract the answer from a completion and from a reference:
-
-1. The last marked answer counts: the content of a complete `\\boxed{...}` (or `\\fbox{...}`), or the rest of the line
-   after `####`, whichever starts later. An unclosed box and a `####` with nothing after it are not answers. Unit words
-   after a number are ignored: "18 dollars" is 18.
-2. A completion without a mark is parsed by math-verify, from its last 500 characters ("The answer is $\\frac{1}{2}$.").
-   A reference without a mark is the answer itself.
-
-Plain decimal numbers are compared exactly, and identical text is equal (`reward/answers.py`). math-verify decides
-everything else, in a killable worker: fractions, roots, sets, intervals, matrices, expressions, percentages.
-
-There is no score (None, masked and counted) without a reference answer, for a reference that math-verify cannot read,
-and at the deadline or memory limit. A completion that cannot be parsed scores 0.0, and so does an answer of more than
-1,000 characters.
+Texts that are identical and plain decimal numbers are compared here (`reward/answers.py`). math-verify decides all
+else in a killable worker: fractions, roots, sets, intervals, matrices, expressions, percentages.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any, NamedTuple
 
 from specrl.reward.answers import MAX_ANSWER_CHARS, clean, extract_answer, quick_equal
 from specrl.reward.base import Outcome, Sample
@@ -43,14 +33,23 @@ CANARY = Comparison(r"\frac{1}{2}", "0.5", marked=True)
 
 
 class MathReward:
-    """The math reward (see the module). Its workers start when the first answer needs math-verify."""
+    """The math reward, whose workers start when the first answer needs math-verify.
+
+    The last marked answer counts, in completion and reference alike: the content of a complete `\\boxed{...}` (or
+    `\\fbox{...}`), or the rest of the line after `####`, whichever starts later. Unit words after a number are ignored:
+    "18 dollars" is 18. A completion without a mark is parsed by math-verify, from its last 500 characters; a reference
+    without a mark is the answer itself.
+
+    There is no score without a reference answer, for a reference that math-verify cannot read, and at the deadline or
+    memory limit. A completion that cannot be parsed scores 0.0, and so does an answer of more than 1,000 characters.
+    """
 
     name = "math"
     deterministic = True
     verifiable = True
 
     def __init__(self, config: RewardConfig | None = None):
-        self.pool = WorkerPool("specrl.reward.checker:make_checker", config, canary=CANARY._asdict())
+        self.pool = WorkerPool("specrl.reward.math:make_checker", config, canary=CANARY._asdict())
 
     def __call__(self, samples: Sequence[Sample]) -> list[Outcome]:
         """1.0, 0.0, None without a reference answer, or the exception that prevented the check."""
@@ -94,3 +93,45 @@ def _tail(completion: str) -> str:
     if len(completion) <= TAIL_CHARS:
         return completion
     return completion[-TAIL_CHARS:].partition(" ")[2]
+
+
+def make_checker() -> Callable[[dict[str, Any]], bool]:
+    """The handler of a worker for a `Comparison` as a dict, which always answers the same input alike.
+
+    The handler raises ValueError for a reference that math-verify cannot parse. math-verify's own timeouts are off:
+    they are signal alarms, which its inner `except` clauses can swallow. The pool enforces the deadline instead.
+    """
+    from math_verify import parse, verify
+    from sympy.core.random import seed
+
+    for name in ("math_verify.parser", "math_verify.grader"):  # they warn that the timeouts are off
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+    def handler(payload: dict[str, Any]) -> bool:
+        seed(0)  # some of sympy's algorithms use random numbers
+        reference = parse(_boxed(payload["reference"]), parsing_timeout=None)
+        if all(isinstance(item, str) for item in reference):  # text that math-verify could not parse
+            raise ValueError(f"math-verify cannot read the reference answer {payload['reference']!r:.200}")
+        answer = _boxed(payload["answer"]) if payload["marked"] else payload["answer"]
+        candidates = _or([], parse, answer, parsing_timeout=None)
+        return any(_or(False, verify, *pair, timeout_seconds=None) for pair in product(reference, candidates))
+
+    handler(CANARY._asdict())  # grammars load on first use
+    return handler
+
+
+def _boxed(answer: str) -> str:
+    return rf"\boxed{{{answer}}}"
+
+
+def _or(default: Any, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """The function's result, or `default` when math-verify cannot read or compare the arguments.
+
+    Running out of memory is no verdict and is raised, which is why math-verify must not handle its errors itself.
+    """
+    try:
+        return function(*arguments, **options, raise_on_error=True)
+    except MemoryError:
+        raise
+    except Exception:
+        return default

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import traceback
 from collections import deque
 from collections.abc import Sequence
@@ -26,29 +25,18 @@ class RewardResult:
     total: list[float | None]  # weighted sum; None when a reward with a weight gave no score: mask this row
     parts: dict[str, list[float | None]] = field(default_factory=dict)  # before weighting
     timeouts: dict[str, int] = field(default_factory=dict)  # rows over their deadline
-    errors: dict[str, int] = field(default_factory=dict)  # rows whose reward raised, crashed, or returned no number
-    missing: dict[str, int] = field(default_factory=dict)  # rows for which the reward itself returned None
-    over_limit: dict[str, int] = field(default_factory=dict)  # those timeouts and errors that the text itself caused
+    over_limit: dict[str, int] = field(default_factory=dict)  # rows over a limit of the workers by the text's own doing
     reused: dict[str, int] = field(default_factory=dict)  # rows that kept an earlier score of a deterministic reward
-    first_failure: dict[str, str] = field(default_factory=dict)  # with its traceback, where a reward failed
-
-    @property
-    def failed(self) -> dict[str, int]:
-        """Rows without a score, for whatever reason."""
-        return {name: part.count(None) for name, part in self.parts.items()}
 
 
-def check_settings(names: Sequence[str], weights: Sequence[float], max_failure_ratio: float) -> None:
+def check_settings(names: Sequence[str], weights: Sequence[float]) -> None:
     """Raises RewardError when rewards with these names and weights cannot be added up."""
-    config = RewardConfig(list(names), list(weights))
-    for problem in config.problems():
-        raise RewardError(re.sub(r"<reward\.(\w+)>", lambda m: f"reward.{m[1]}={getattr(config, m[1])}", problem))
+    for problem in RewardConfig(list(names), list(weights)).problems():
+        raise RewardError(problem)
     if not any(weights):
         raise RewardError(f"reward.weights must not all be zero, got {weights}")
     if len(set(names)) != len(names):
         raise RewardError(f"reward.functions has a name twice, and results are reported by name: {names}")
-    if not 0 <= max_failure_ratio <= 1:
-        raise RewardError(f"reward.max_failure_ratio is a share of rows from 0 to 1, got {max_failure_ratio}")
 
 
 class RewardSet:
@@ -68,7 +56,7 @@ class RewardSet:
     ):
         names = [reward.name for reward in rewards]
         weights = list(weights) or [1.0] * len(names)
-        check_settings(names, weights, max_failure_ratio)
+        check_settings(names, weights)
         self.rewards = dict(zip(names, rewards, strict=True))
         self.weights = dict(zip(names, weights, strict=True))
         self.max_failure_ratio = max_failure_ratio
@@ -118,14 +106,8 @@ class RewardSet:
 
     def _record(self, result: RewardResult, name: str, samples: list[Sample], outcomes: list[Outcome]) -> None:
         """Adds one reward's outcomes to the result. Raises RewardError when too many of its latest rows failed."""
-        kinds = [_failure_kind(outcome) for outcome in outcomes]
-        result.timeouts[name] = kinds.count("timeout")
-        result.errors[name] = kinds.count("error")
-        result.missing[name] = kinds.count("missing")
+        result.timeouts[name] = sum(isinstance(outcome, TimeoutError) for outcome in outcomes)
         result.over_limit[name] = sum(map(_caused_by_text, outcomes))
-        if any(kinds):
-            first = next(i for i, kind in enumerate(kinds) if kind)
-            result.first_failure[name] = _describe(samples[first], outcomes[first])
         if self.on_limit == "zero":
             outcomes = [0.0 if _caused_by_text(outcome) else outcome for outcome in outcomes]
         result.parts[name] = [outcome if isinstance(outcome, float) else None for outcome in outcomes]
@@ -227,15 +209,6 @@ class FailureWindow:
 def _caused_by_text(outcome: Outcome) -> bool:
     """Whether a row has no score because scoring its text takes more than a worker may use."""
     return isinstance(outcome, LimitError) and outcome.caused_by_text
-
-
-def _failure_kind(outcome: Outcome) -> str:
-    """Why a row has no score: "missing", "timeout" or "error"; empty when it has one."""
-    if outcome is None:
-        return "missing"
-    if isinstance(outcome, float):
-        return ""
-    return "timeout" if isinstance(outcome, TimeoutError) else "error"
 
 
 def _describe(sample: Sample, outcome: Outcome) -> str:

@@ -49,7 +49,7 @@ class WorkerProcess:
                 env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"},
             )
         except OSError:
-            self.release()
+            self._release()
             raise
         finally:
             worker_channel.close()
@@ -96,15 +96,14 @@ class WorkerProcess:
                 os.killpg(self.process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=2.0)
-            self.release()
+            self._release()
 
     def exit_reason(self) -> str:
         """How the process ended, once it was killed or died."""
         code = self.process.returncode
         return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 
-    def release(self) -> None:
-        """Closes this process's ends of the channels only, for a forked child, whose parent keeps the worker."""
+    def _release(self) -> None:
         self.channel.close()
         self.lifeline.close()
 

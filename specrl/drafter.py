@@ -153,7 +153,7 @@ def sample(
     while len(done) < len(requests):
         done += engine.generate(requests[len(done) : len(done) + SAMPLED_TOGETHER])[0]
         print(f"{len(done)}/{len(requests)} responses after {time.perf_counter() - began:.0f} s", flush=True)
-    return [Text(tuple(p), tuple(c.tokens), 0) for p, c in zip(prompts, done, strict=True)], keys
+    return [Text(tuple(p), tuple(c.tokens)) for p, c in zip(prompts, done, strict=True)], keys
 
 
 def distil(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Text], options: DrafterOptions) -> None:

@@ -281,9 +281,9 @@ class Watch:
         self._time(trainer, rollout, "plain", lambda call: "control", inside)
         self._time(trainer, rollout.engine, "generate", lambda call: "engine" if inside == ["gen"] else "", [])
         self._time(trainer, trainer.accelerator, "backward", lambda call: "update", [])
-        for companion in trainer.rollouts.companions.values():
+        if drafter := trainer.rollouts.drafter_trainer:
             for name in ("observe", "step"):
-                self._time(trainer, companion, name, lambda call: "drafter", [])
+                self._time(trainer, drafter, name, lambda call: "drafter", [])
 
     def _time(self, trainer, owner, name: str, part: Callable[[dict], str], inside: list[str]) -> None:
         call = getattr(owner, name)

@@ -1,22 +1,58 @@
-"""Trainer callbacks that record steps, bound the log history and stop training on a signal."""
+"""Trainer callbacks that collect and record metrics, bound the log history and stop training on a signal."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from transformers import TrainerCallback
+
+from specrl.rollout.reduction import Metric, lowest, merged, seconds
 
 ECHO_S = 1.0  # a launcher such as torchrun repeats the terminal's Ctrl-C to its processes within this time
 HISTORY = 100  # log entries that the trainer's state keeps
 
+OTHERS = ("sync", "gen", "reward", "drafter", "old_log_prob", "ref_log_prob", "control", "reuse_gap")
+"""The parts of a step other than the update, by their names in `timing_s/`; they do not overlap."""
+
 Handler = Callable[[int, FrameType | None], Any] | int | None
 """A signal handler as signal.signal accepts and returns it."""
+
+
+class StepMetrics(TrainerCallback):
+    """Collects the metrics of an optimiser step in this process, and times the step, until the step is logged.
+
+    `timing_s/step` is the step's wall clock, control rows included. `timing_s/update` is that time less OTHERS, and the
+    minimum over processes, because in the other processes it includes the wait for the slowest one.
+    """
+
+    def __init__(self) -> None:
+        self._noted: dict[str, Metric] = {}
+        self._began: float | None = None
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        self._began = time.perf_counter()
+
+    def note(self, metrics: Mapping[str, Metric]) -> None:
+        """Merges the metrics of a part of the step into those of its earlier parts."""
+        self._noted = merged([self._noted, metrics], Metric.later)
+
+    def reduced(self) -> dict[str, Metric]:
+        """Returns the metrics noted in this step, reduced over all processes, and clears them. Collective."""
+        noted = self._noted
+        self._noted = {}
+        if self._began is not None:
+            step_s = time.perf_counter() - self._began
+            self._began = None
+            others_s = sum(noted.get(f"timing_s/{name}", 0.0) for name in OTHERS)
+            noted |= {"timing_s/step": seconds(step_s), "timing_s/update": lowest(step_s - others_s)}
+        return merged(gather_object([noted]), Metric.beside)
 
 
 class Record(TrainerCallback):
@@ -32,7 +68,9 @@ class Record(TrainerCallback):
         after_step: Callable[[int], None],
         before_training: Callable[[], None],
     ):
-        self._write, self._after_step, self._before_training = write, after_step, before_training
+        self._write = write
+        self._after_step = after_step
+        self._before_training = before_training
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         if state.global_step == 0:
@@ -80,7 +118,9 @@ class StopOnSignal(TrainerCallback):
         """The number of the signal that ended training, 0 if there was none."""
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self._saved, self._world, self._speaks = state.global_step, args.world_size, state.is_world_process_zero
+        self._saved = state.global_step
+        self._world = args.world_size
+        self._is_main = state.is_world_process_zero
         self._previous = {number: signal.signal(number, self._note) for number in self.SIGNALS}
 
     def __enter__(self) -> StopOnSignal:
@@ -111,7 +151,7 @@ class StopOnSignal(TrainerCallback):
             return
         if self._interrupted is None:
             self._interrupted = time.monotonic()
-            if self._speaks:  # not print, because the signal may have interrupted one
+            if self._is_main:  # not print, because the signal may have interrupted one
                 os.write(2, b"interrupted: finishing the step and saving it; Ctrl-C once more stops at once\n")
         elif self._world == 1 or time.monotonic() - self._interrupted > ECHO_S:
             saved = f"step {self._saved} is saved; resume=auto goes on" if self._saved else "no step is saved"

@@ -1,6 +1,6 @@
-"""Checkpoints of a run: weights, optimiser and progress, trajectories, and companions.
+"""Checkpoints of a run: weights, optimiser and progress, trajectories, and the drafter in training.
 
-The trainer writes `checkpoint-N/`; trajectories and companions are added to the same directory. Once all files are on
+The trainer writes `checkpoint-N/`; trajectories and drafter are added to the same directory. Once all files are on
 disk, a marker file is written with the size and digest of each. A directory without a marker is an interrupted save;
 one whose files differ from its marker is damaged. A run never resumes from either.
 """
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 MARKER = "specrl.json"
 TRAJECTORIES = "trajectories"
+DRAFTER = "drafter"
 TRANSIENT_SUFFIXES = (".lock", ".tmp")  # files of the trajectory writer that hold no data
 THREADS = 4  # files are hashed in parallel; one core hashes about 1 GB/s
 logger = logging.getLogger(__name__)
@@ -110,10 +111,10 @@ class Checkpoint:
             raise CheckpointError(f"{self.path.name} is damaged: {'; '.join(fatal)}")
 
     def restore(self, rollouts: Rollouts) -> None:
-        """Restores rollouts and companions; the trainer restores weights and optimiser. Raises RolloutError."""
+        """Restores rollouts and co-training; the trainer restores weights and optimiser. Raises RolloutError."""
         rollouts.restore(self.marker()["rollouts"])
-        for name, companion in rollouts.companions.items():
-            companion.load(self.path / name)
+        if rollouts.drafter_trainer:
+            rollouts.drafter_trainer.load(self.path / DRAFTER)
 
 
 def checkpoints(directory: Path) -> list[Checkpoint]:
@@ -199,7 +200,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class CompleteCheckpoint(TrainerCallback):
-    """Adds trajectories and companions to each checkpoint, marks it as complete, and removes the oldest ones.
+    """Adds trajectories and the drafter to each checkpoint, marks it as complete, and removes the oldest ones.
 
     Args:
         keep: number of complete checkpoints to keep.
@@ -226,8 +227,8 @@ class CompleteCheckpoint(TrainerCallback):
         checkpoint = Checkpoint(Path(args.output_dir) / f"checkpoint-{state.global_step}")
         self._save_cache(checkpoint)
         with writing(checkpoint.path):
-            for name, companion in self._rollouts.companions.items():
-                companion.save(checkpoint.path / name)
+            if self._rollouts.drafter_trainer:
+                self._rollouts.drafter_trainer.save(checkpoint.path / DRAFTER)
             checkpoint.complete({"rollouts": self._rollouts.state(), "data": self._data})
         prune(checkpoint, self._keep)
 

@@ -49,7 +49,8 @@ def measured_weights(
 ) -> tuple[Tensor, dict[str, Metric]]:
     """`correction_weights`, and metrics of the weights of response tokens."""
     ratios = correction_weights(logp, behaviour, mask, mode, cap)
-    if not (used := ratios[mask.bool()]).numel():
+    used = ratios[mask.bool()]
+    if not used.numel():
         return ratios, {}
     name = "sampling/importance_sampling_ratio"
     return ratios, {
@@ -61,7 +62,7 @@ def measured_weights(
 
 def padded(rows: Sequence[Sequence[float]], like: Tensor) -> Tensor:
     """Rows of numbers as a tensor [B, T] with the shape, dtype and device of `like`, right-padded with 0."""
-    whole = torch.zeros_like(like)
+    tensor = torch.zeros_like(like)
     for i, row in enumerate(rows):
-        whole[i, : len(row)] = torch.tensor(row)
-    return whole
+        tensor[i, : len(row)] = torch.tensor(row)
+    return tensor

@@ -1,7 +1,8 @@
 """DAPO's dynamic sampling (Yu et al. 2025, arXiv 2503.14476, eq. 11).
 
 A group whose responses are all right or all wrong has no learning signal, so the group of another prompt replaces it.
-Rewards are compared without the overlong penalty, because the penalty varies with the length of a response.
+A round samples as many prompts as there are groups to replace, divided by the share of groups so far that had variance,
+and at most as many as the step has. The overlong penalty does not count, as it varies with a response's length.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from itertools import islice
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from specrl.rollout.reduction import Metric, shared
 from specrl.trainers.scored import Scored
@@ -27,49 +29,6 @@ def uniform(rewards: Sequence[float | None]) -> bool:
     return not known or min(known) == max(known)
 
 
-def refill(
-    rewards: Sequence[float | None],
-    group_size: int,
-    prompts: Iterator[int],
-    roll_out: Callable[[list[int]], Sequence[float | None]],
-    rounds: int,
-) -> tuple[dict[int, int], dict[str, Metric]]:
-    """Rolls out further prompts until every uniform group is replaced, or the rounds or prompts are used up.
-
-    The number of prompts of a round is the number of groups still to be replaced, divided by the share of this step's
-    groups so far that had variance. It is at most the number of prompts of the step.
-
-    Args:
-        rewards: rewards of all rows of the step without the overlong penalty; the rows of a group are adjacent.
-        prompts: dataset indices of further prompts, none of which is in the step.
-        roll_out: returns the rewards of one group for each dataset index.
-        rounds: maximum number of calls of `roll_out`.
-
-    Returns:
-        {index of a uniform group: index of the new group that replaces it}, and metrics. New groups are numbered from 0
-        over all rounds.
-    """
-    groups = [rewards[i : i + group_size] for i in range(0, len(rewards), group_size)]
-    dull = [i for i, group in enumerate(groups) if uniform(group)]
-    begun, asked, done, live = len(dull), 0, 0, len(groups) - len(dull)
-    places: dict[int, int] = {}
-    while len(places) < begun and done < rounds:
-        share = max(live / (len(groups) + asked), LEAST_SHARE)
-        wanted = list(islice(prompts, min(math.ceil((begun - len(places)) / share), len(groups))))
-        if not wanted:
-            break
-        found = roll_out(wanted)
-        fresh = [i for i in range(len(wanted)) if not uniform(found[i * group_size : (i + 1) * group_size])]
-        places |= dict(zip(dull[len(places) :], (asked + i for i in fresh), strict=False))
-        asked, done, live = asked + len(wanted), done + 1, live + len(fresh)
-    return places, {
-        "refill/uniform_ratio": shared(begun / len(groups)),
-        "refill/rounds": shared(done),
-        "refill/prompts": shared(asked),
-        "refill/left_ratio": shared((begun - len(places)) / len(groups)),
-    }
-
-
 @dataclass(frozen=True)
 class Refill:
     """Dynamic sampling of a step over all processes of a run."""
@@ -77,43 +36,89 @@ class Refill:
     rounds: int
     """Maximum rounds of further prompts."""
     group_size: int
-    exchange: Callable[[list], list]
-    """Concatenates the lists of all processes; collective."""
+    dataset: Sequence[dict]
+    """The rows from which further prompts are sampled."""
+    accelerator: Accelerator
     roll_out: Callable[[list[dict], int], Scored]
     """(this process's dataset rows, index of the first one among the rows of all processes) -> their rollout."""
 
-    def __call__(
-        self, got: Scored, accelerator: Accelerator, dataset: Sequence[dict], order: int
-    ) -> tuple[Scored, Scored, dict[str, Metric]]:
-        """Returns all rows that this process rolled out, its rows of the step after replacement, and metrics.
+    def __call__(self, step: Scored, seed: int) -> tuple[Scored, Scored, dict[str, Metric]]:
+        """Rolls out further prompts until every uniform group is replaced, or the rounds or prompts are used up.
 
         Args:
-            got: this process's share of the step.
-            dataset: the rows from which further prompts are sampled.
-            order: seed of the sampling, equal in all processes.
+            step: this process's share of the step; the rows of a group are adjacent over all processes.
+            seed: of the order in which prompts are sampled, equal in all processes.
+
+        Returns:
+            All rows that this process rolled out, its rows of the step after replacement, and metrics.
         """
-        world, rank, size = accelerator.num_processes, accelerator.process_index, self.group_size
-        ids = [row.example_id for row in got.rows]
-        names, rewards, earned = zip(*self.exchange([*zip(ids, got.rewards, got.earned, strict=True)]), strict=True)
-        taken = set(names)
-        rolled, further = got, []
-
-        def roll_out(indices: list[int]) -> list[float | None]:
-            nonlocal rolled
-            rows = [index for index in indices for _ in range(size)]
-            begin, end = (len(rows) * i // world for i in (rank, rank + 1))
-            own = self.roll_out([dataset[index] for index in rows[begin:end]], begin)
-            rolled = rolled + own
-            further.extend(self.exchange([own]))
-            return [reward for part in further[-world:] for reward in part.earned]
-
-        drawn = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(order)).tolist()
-        others = (index for index in drawn if dataset[index]["example_id"] not in taken)
-        places, metrics = refill(earned, size, others, roll_out, self.rounds)
+        size = self.group_size
+        columns = zip((row.example_id for row in step.rows), step.rewards, step.unpenalised_rewards, strict=True)
+        ids, rewards, unpenalised = zip(*gather_object(list(columns)), strict=True)
+        groups = [unpenalised[i : i + size] for i in range(0, len(ids), size)]
+        zero_variance = [i for i, group in enumerate(groups) if uniform(group)]
+        rollouts, further, replacements = self._sample(len(groups), len(zero_variance), self._prompts(set(ids), seed))
+        replaced_by = dict(zip(zero_variance, replacements, strict=False))
         known = [reward for reward in rewards if reward is not None]
-        metrics["reward"] = shared(sum(known) / len(known) if known else math.nan)
-        whole, chosen, first = sum(further, got), [], rank * len(got.rows)
-        for place in range(first, first + len(got.rows)):
-            group, sample_index = divmod(place, size)
-            chosen.append(len(got.rows) + places[group] * size + sample_index if group in places else place - first)
-        return rolled, whole.select(chosen), metrics
+        metrics = {
+            "reward": shared(sum(known) / len(known) if known else math.nan),
+            "refill/uniform_ratio": shared(len(zero_variance) / len(groups)),
+            "refill/rounds": shared(len(rollouts)),
+            "refill/prompts": shared(sum(len(part.rows) for part in further) // size),
+            "refill/left_ratio": shared((len(zero_variance) - len(replaced_by)) / len(groups)),
+        }
+        return sum(rollouts, step), sum(further, step).select(self._chosen(len(step.rows), replaced_by)), metrics
+
+    def _prompts(self, sampled_ids: set[str], seed: int) -> Iterator[int]:
+        """Yields the dataset indices of prompts that are not in the step, in random order."""
+        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(seed)).tolist()
+        return (index for index in order if self.dataset[index]["example_id"] not in sampled_ids)
+
+    def _sample(
+        self, groups: int, missing: int, prompts: Iterator[int]
+    ) -> tuple[list[Scored], list[Scored], list[int]]:
+        """Rolls out groups until `missing` of them have variance.
+
+        Args: groups: of the step.
+
+        Returns: this process's rollouts of each round, those of all processes, and the new groups with variance,
+            numbered over all rounds.
+        """
+        rollouts: list[Scored] = []
+        further: list[Scored] = []
+        replacements: list[int] = []
+        tried = 0
+        while len(replacements) < missing and len(rollouts) < self.rounds:
+            share = max((groups - missing + len(replacements)) / (groups + tried), LEAST_SHARE)
+            indices = list(islice(prompts, min(math.ceil((missing - len(replacements)) / share), groups)))
+            if not indices:
+                break
+            rollouts.append(self._roll_out_groups(indices))
+            parts = gather_object([rollouts[-1]])
+            further += parts
+            rewards = [reward for part in parts for reward in part.unpenalised_rewards]
+            for i in range(len(indices)):
+                if not uniform(rewards[i * self.group_size : (i + 1) * self.group_size]):
+                    replacements.append(tried + i)
+            tried += len(indices)
+        return rollouts, further, replacements
+
+    def _roll_out_groups(self, indices: list[int]) -> Scored:
+        """This process's share of the rows of a group of each dataset row."""
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        rows = [index for index in indices for _ in range(self.group_size)]
+        begin = len(rows) * rank // world
+        end = len(rows) * (rank + 1) // world
+        return self.roll_out([self.dataset[index] for index in rows[begin:end]], begin)
+
+    def _chosen(self, rows: int, replaced_by: dict[int, int]) -> list[int]:
+        """This process's rows after replacement, as indices into its `rows` rows followed by all new ones."""
+        first = self.accelerator.process_index * rows
+        chosen = []
+        for index in range(rows):
+            group, sample_index = divmod(first + index, self.group_size)
+            if group in replaced_by:
+                chosen.append(rows + replaced_by[group] * self.group_size + sample_index)
+            else:
+                chosen.append(index)
+        return chosen

@@ -25,7 +25,8 @@ from specrl.trainers.scored import Scored, check_batch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerState
 
-    from specrl.trainers.companions import Companion
+    from specrl.trainers.cotraining.alarm import DrafterAlarm
+    from specrl.trainers.cotraining.trainer import DrafterTrainer
 
 Score = Callable[[Sequence[dict], Sequence[list[int]]], tuple[list[float | None], dict[str, Metric]]]
 """(dataset rows, responses as token ids) -> total reward of each row, None where it failed, and metrics to log."""
@@ -67,10 +68,13 @@ class Rollouts:
         clock: Callable[[], TrainerState],
         upcoming: Callable[[], Sequence[dict]] = tuple,
     ):
-        self._setup, self._options, self._group_size = setup, setup.trainer, setup.rollout.group_size
-        self._accelerator, self._policy, self._clock, self._upcoming = accelerator, policy, clock, upcoming
-        self.exchange: Callable[[list], list] = gather_object if accelerator.num_processes > 1 else list
-        """Concatenates the lists of all processes; collective."""
+        self._setup = setup
+        self._options = setup.trainer
+        self._group_size = setup.rollout.group_size
+        self._accelerator = accelerator
+        self._policy = policy
+        self._clock = clock
+        self._upcoming = upcoming
         self._probe = setup.render(setup.dataset[0])
         self._dtype = torch.float32 if setup.trainer.precision == "fp32" else torch.bfloat16
         """The dtype of the engine's weights."""
@@ -79,11 +83,11 @@ class Rollouts:
         self.source = setup.make_rollout(self.policy)
         """The source of responses."""
         weights.check_shared(self.engine.own_weights, accelerator)
-        self._ahead = any(self.exchange([self.source.runs_ahead]))  # announcing is collective
+        self._ahead = any(gather_object([self.source.runs_ahead]))  # announcing is collective
         # with top_p or top_k, rounding can change which tokens are kept
-        whole_law = (setup.rollout.top_p, setup.rollout.top_k) == (1.0, 0)
-        strict = self.exact_bits and whole_law
-        self._control = Control(self.source, self._score_tokens, self.exchange, strict=strict)
+        keeps_all_tokens = (setup.rollout.top_p, setup.rollout.top_k) == (1.0, 0)
+        strict = self.exact_bits and keeps_all_tokens
+        self._control = Control(self.source, self._score_tokens, gather_object, strict=strict)
         self._visits = Visits()
         self._sent: int | None = None
         self._fields: dict[str, dict] = {}
@@ -93,8 +97,10 @@ class Rollouts:
         """Everything that the last `collect` rolled out."""
         self.train_batch: Scored
         """The rows of the last `collect` that are trained on."""
-        self.companions: dict[str, Companion] = {}
-        """The models that are trained next to the policy, by their names in checkpoints."""
+        self.drafter_alarm: DrafterAlarm | None = None
+        """Watches the drafter of `rollout.drafter`."""
+        self.drafter_trainer: DrafterTrainer | None = None
+        """Trains that drafter next to the policy."""
         self.drafter: torch.nn.Module | None = None
         """A draft model in training, of which the engine holds a copy."""
 
@@ -148,11 +154,15 @@ class Rollouts:
         if self._options.refill_rounds:
             from specrl.trainers.refill import Refill
 
-            refill = Refill(self._options.refill_rounds, self._group_size, self.exchange, self._roll_out)
-            order = derive_key(self.source.seed, "refill", 0, self.version, "trainer")
-            self.sampled_batch, self.train_batch, metrics = refill(
-                self.sampled_batch, self._accelerator, self._setup.dataset, order
+            refill = Refill(
+                rounds=self._options.refill_rounds,
+                group_size=self._group_size,
+                dataset=self._setup.dataset,
+                accelerator=self._accelerator,
+                roll_out=self._roll_out,
             )
+            seed = derive_key(self.source.seed, "refill", 0, self.version, "trainer")
+            self.sampled_batch, self.train_batch, metrics = refill(self.sampled_batch, seed)
             self._note(metrics)
         return self.train_batch
 
@@ -167,7 +177,7 @@ class Rollouts:
         """
         self._fields |= {row["example_id"]: row for row in inputs}
         rows, sample_indices = self._rows(inputs, first)
-        visits = self._visit(rows)
+        visits = self._per_row(rows, self._visits.next)
         if self._ahead:
             self._announce(first)
         batch = self.source.generate(rows, visit=visits, step=self.version, sample_indices=sample_indices)
@@ -175,9 +185,9 @@ class Rollouts:
         began = time.perf_counter()
         responses = [c.tokens for c in batch.completions]
         totals, metrics = self._setup.score(inputs, responses)
-        earned = [None if c.failure else total for c, total in zip(batch.completions, totals, strict=True)]
+        unpenalised = [None if c.failure else total for c, total in zip(batch.completions, totals, strict=True)]
         self._note(metrics | {"timing_s/reward": seconds(time.perf_counter() - began)})
-        return Scored(inputs, rows, batch, self._penalised(earned, responses), earned)
+        return Scored(inputs, rows, batch, self._penalised(unpenalised, responses), unpenalised)
 
     def _rows(self, inputs: Sequence[dict], first: int) -> tuple[list[Row], list[int]]:
         """The dataset rows as `Row`s, and their sample indices."""
@@ -187,34 +197,38 @@ class Rollouts:
     def _announce(self, first: int) -> None:
         """Announces the next batch to the source of responses, as far as it is known before this one is rolled out."""
         rows, sample_indices = self._rows(self._upcoming(), first)
-        asked = self.exchange([row.example_id for row in rows])
-        seen = dict(zip(asked, self._visits.so_far(asked), strict=True))
-        self.source.announce(rows, visit=[seen[row.example_id] for row in rows], sample_indices=sample_indices)
+        self.source.announce(rows, visit=self._per_row(rows, self._visits.so_far), sample_indices=sample_indices)
 
-    def _visit(self, rows: Sequence[Row]) -> list[int]:
-        """How often any process rolled out the prompt of each row before. Counts one more visit to each prompt."""
-        asked = self.exchange([row.example_id for row in rows])
-        seen = dict(zip(asked, self._visits.next(asked), strict=True))
-        return [seen[row.example_id] for row in rows]
+    @staticmethod
+    def _per_row(rows: Sequence[Row], visits: Callable[[list[str]], list[int]]) -> list[int]:
+        """The visit of each row. Args: visits: a method of Visits; it gets the example ids of all processes."""
+        ids = gather_object([row.example_id for row in rows])
+        by_id = dict(zip(ids, visits(ids), strict=True))
+        return [by_id[row.example_id] for row in rows]
 
     def finish(self) -> dict[str, Metric]:
         """Stores the rollout's trajectories, runs the control rows that are due, and returns the rollout's metrics."""
-        got, cache = self.sampled_batch, self.source.cache
+        sampled = self.sampled_batch
+        cache = self.source.cache
         if cache is not None:
-            entries = self.source.entries(got.rows, got.batch, step=self.version, rewards=got.rewards)
-            with got.batch.charge_store():
-                cache.merge(self.exchange(entries))
+            entries = self.source.entries(sampled.rows, sampled.batch, step=self.version, rewards=sampled.rewards)
+            with sampled.batch.charge_store():
+                cache.merge(gather_object(entries))
         # a process that does not use a source still counts towards that source's share of all tokens
-        for name in self.exchange(list(got.batch.stats.sources)):
-            got.batch.stats.sources.setdefault(name, (0, 0))
-        metrics = self._metrics | self._control(got.rows, got.batch, got.rewards, step=self.version)
+        for name in gather_object(list(sampled.batch.stats.sources)):
+            sampled.batch.stats.sources.setdefault(name, (0, 0))
+        metrics = self._metrics | self._control(sampled.rows, sampled.batch, sampled.rewards, step=self.version)
         metrics |= cache.stats() if cache is not None else {}
         self._metrics = {}
         if self._control.measured:  # control rows use the engine's forward pass too, so they cannot detect a wrong one
             weights.check(self.engine, self.policy, self.version, self._probe)
-        done = [(row.prompt, c) for row, c in zip(got.rows, got.batch.completions, strict=True) if not c.failure]
-        for companion in self.companions.values():
-            companion.observe([(prompt, c.tokens) for prompt, c in done], self.version, got.batch.stats)
+        if self.drafter_alarm:
+            metrics |= self.drafter_alarm.observe(sampled.batch.stats)
+        if self.drafter_trainer:
+            responses = zip(sampled.rows, sampled.batch.completions, strict=True)
+            self.drafter_trainer.observe(
+                [(row.prompt, c.tokens) for row, c in responses if not c.failure], sampled.batch.stats
+            )
         return metrics
 
     def state(self) -> dict[str, Any]:
@@ -223,7 +237,8 @@ class Rollouts:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resumes from the `state` of a checkpoint."""
-        self._control.rollouts, self._visits = state["rollouts"], Visits(state["visits"])
+        self._control.rollouts = state["rollouts"]
+        self._visits = Visits(state["visits"])
 
     # Rewards -----------------------------------------------------------------------------------------------------
 
@@ -247,33 +262,34 @@ class Rollouts:
     @property
     def old_from_engine(self) -> bool:
         """True if the engine's log-probs are pi_old, False if the trainer computes pi_old."""
-        asked = self._options.old_logprobs
-        return asked == "engine" or (asked == "auto" and self.source.config.lossy)
+        source = self._options.old_logprobs
+        return source == "engine" or (source == "auto" and self.source.config.lossy)
 
     def importance(
-        self, drawn: torch.Tensor, mask: torch.Tensor, own: Callable[[], torch.Tensor]
+        self, rollout_logprobs: torch.Tensor, mask: torch.Tensor, policy_logprobs: Callable[[], torch.Tensor]
     ) -> torch.Tensor | None:
         """Importance weights [B, T] of tokens that another distribution or engine sampled, by `trainer.correction`.
 
         Args:
-            drawn: the engine's log-probs of the batch [B, T].
+            rollout_logprobs: the engine's log-probs of the batch [B, T].
             mask: 1 for response tokens [B, T].
-            own: returns the trainer's log-probs [B, T]; called only if they are needed.
+            policy_logprobs: returns the trainer's log-probs [B, T]; called only if they are needed.
 
         Returns:
             None if no correction is needed.
         """
-        config, options = self.source.config, self._options
-        own_copy = options.precision == "bf16" and self.engine.own_weights
-        other_numerics = own_copy or config.engine != "transformers"
+        config = self.source.config
+        options = self._options
+        rounded_copy = options.precision == "bf16" and self.engine.own_weights
+        other_numerics = rounded_copy or config.engine != "transformers"
         if not config.lossy and (not other_numerics or self.old_from_engine or options.correction == "none"):
             return None
         from specrl.trainers.correction import measured_weights, padded
 
+        logp = rollout_logprobs if config.lossy else policy_logprobs()
+        behaviour = rollout_logprobs
         if config.lossy:
-            logp, behaviour = drawn, padded([c.behaviour_logprobs for c in self.train_batch.batch.completions], drawn)
-        else:
-            logp, behaviour = own(), drawn
+            behaviour = padded([c.behaviour_logprobs for c in self.train_batch.batch.completions], rollout_logprobs)
         ratios, metrics = measured_weights(logp, behaviour, mask, options.correction, options.correction_cap)
         self._note(metrics)
         return ratios

@@ -17,21 +17,21 @@ class Scored:
     batch: RolloutBatch
     rewards: list[float | None]
     """Total rewards, including the overlong penalty; None where the reward or the response failed."""
-    earned: list[float | None]
+    unpenalised_rewards: list[float | None]
     """Total rewards without the penalty."""
 
     def __add__(self, later: Scored) -> Scored:
         names = [field.name for field in fields(Scored)]
         return Scored(*(getattr(self, name) + getattr(later, name) for name in names))
 
-    def select(self, places: Sequence[int]) -> Scored:
+    def select(self, indices: Sequence[int]) -> Scored:
         """The rows with these indices, in this order."""
         return Scored(
-            inputs=[self.inputs[i] for i in places],
-            rows=[self.rows[i] for i in places],
-            batch=self.batch.select(places),
-            rewards=[self.rewards[i] for i in places],
-            earned=[self.earned[i] for i in places],
+            inputs=[self.inputs[i] for i in indices],
+            rows=[self.rows[i] for i in indices],
+            batch=self.batch.select(indices),
+            rewards=[self.rewards[i] for i in indices],
+            unpenalised_rewards=[self.unpenalised_rewards[i] for i in indices],
         )
 
 

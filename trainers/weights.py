@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator, DistributedType
@@ -14,22 +14,14 @@ from specrl.rollout.engines.transfer import Meta
 from specrl.rollout.types import RolloutError
 
 PROBE_TOKENS = 64
-STRICT = 1e-3
+FLOAT32_TOLERANCE = 1e-3
 """Largest log-prob difference, in nats, that float32 rounding explains between two implementations of a model."""
-INSIDE = {torch.bfloat16: 0.05, torch.float16: 0.02}
+LAYER_ROUNDING = {torch.bfloat16: 0.05, torch.float16: 0.02}
 """Mean difference, in nats, that rounding in a coarser type explains within the layers, before logits are rounded."""
 OUTLIERS = 1 / 16
 """Share of tokens that may differ by much more than the mean, as rounding can change a single log-prob a lot."""
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """Parts that torch.compile and activation checkpointing insert into the names of weights."""
-
-
-@runtime_checkable
-class Adapted(Protocol):
-    """A model with adapters, as built by peft."""
-
-    def get_base_model(self) -> torch.nn.Module:
-        """The model that contains the adapters."""
 
 
 class AdaptedLayer(Protocol):
@@ -59,9 +51,7 @@ def send(
         drafter: a draft model in training, for an engine that drafts with a copy of it.
     """
     if engine.own_weights:
-        weights = PolicyWeights(policy, dtype)
-        given = weights if drafter is None else Together(weights, PolicyWeights(drafter, dtype))
-        engine.update_weights(given, version, probe(policy, tokens, dtype))
+        engine.update_weights(PolicyWeights(policy, dtype, drafter), version, probe(policy, tokens, dtype))
     else:
         engine.update_weights(None, version)
 
@@ -103,18 +93,16 @@ class PolicyWeights:
 
     Args:
         dtype: the engine's dtype; None keeps the dtype of each weight.
+        drafter: a draft model, whose weights follow under names with the prefix DRAFTER.
 
     Raises:
-        RolloutError: the shards of a weight cannot be gathered, or an adapter cannot be merged.
+        RolloutError: an adapter cannot be merged.
     """
 
-    def __init__(self, policy: torch.nn.Module, dtype: torch.dtype | None = None):
-        if type(policy).__name__ == "FullyShardedDataParallel" or any(hasattr(p, "ds_id") for p in policy.parameters()):
-            raise RolloutError(
-                "weights sharded by FSDP version 1 or DeepSpeed ZeRO-3 cannot be sent to an engine. Use FSDP with "
-                "fsdp_version: 2 in accelerate's configuration, or ZeRO-2"
-            )
-        self._base = policy.get_base_model() if isinstance(policy, Adapted) else policy
+    def __init__(
+        self, policy: torch.nn.Module, dtype: torch.dtype | None = None, drafter: torch.nn.Module | None = None
+    ):
+        self._models = {"": policy} if drafter is None else {"": policy, DRAFTER: drafter}
         self._dtype = dtype
         self.collective = any(hasattr(p, "full_tensor") for p in policy.parameters())
 
@@ -132,40 +120,25 @@ class PolicyWeights:
 
     def _parts(self) -> Iterator[tuple[str, Tensor, AdaptedLayer | None]]:
         """Yields (name, this process's weight or shard, the layer whose adapters must be merged into it)."""
-        modules: dict[str, Any] = dict(self._base.named_modules())  # torch gives attributes of modules no types
-        for name, weight in self._base.named_parameters():
-            owner, _, leaf = name.rpartition(".")
-            parent, _, role = owner.rpartition(".")
-            if any(part.startswith(("lora_", "modules_to_save")) for part in name.split(".")):
-                continue
-            layer = None
-            if role == "base_layer":
-                layer, name = modules[parent], f"{parent}.{leaf}"
-                if getattr(layer, "use_dora", None) and any(layer.use_dora.values()):
-                    raise RolloutError("DoRA adapters cannot be sent merged to an engine. Use LoRA without use_dora")
-            name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
-            yield name, weight.detach(), layer if leaf == "weight" else None
-
-
-class Together:
-    """A policy's weights, followed by those of its draft model, whose names get the prefix DRAFTER.
-
-    It implements rollout.engines.transfer.Source, so that both models are sent in one update.
-    """
-
-    def __init__(self, policy: PolicyWeights, drafter: PolicyWeights):
-        self._policy, self._drafter, self.collective = policy, drafter, policy.collective
-
-    def metadata(self) -> list[Meta]:
-        """See Source."""
-        return [
-            *self._policy.metadata(),
-            *(meta._replace(name=DRAFTER + meta.name) for meta in self._drafter.metadata()),
-        ]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._policy
-        yield from ((DRAFTER + name, tensor) for name, tensor in self._drafter)
+        for prefix, model in self._models.items():
+            get_base_model = getattr(model, "get_base_model", None)  # of a peft model
+            base = get_base_model() if get_base_model else model
+            modules: dict[str, Any] = dict(base.named_modules())  # torch gives attributes of modules no types
+            for name, weight in base.named_parameters():
+                owner, _, leaf = name.rpartition(".")
+                parent, _, role = owner.rpartition(".")
+                if any(part.startswith(("lora_", "modules_to_save")) for part in name.split(".")):
+                    continue
+                layer = None
+                if role == "base_layer":
+                    layer = modules[parent]
+                    name = f"{parent}.{leaf}"
+                    if getattr(layer, "use_dora", None) and any(layer.use_dora.values()):
+                        raise RolloutError(
+                            "DoRA adapters cannot be sent merged to an engine. Use LoRA without use_dora"
+                        )
+                name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+                yield prefix + name, weight.detach(), layer if leaf == "weight" else None
 
 
 def check(engine: Engine, policy: torch.nn.Module, version: int, tokens: Sequence[int]) -> None:
@@ -196,11 +169,12 @@ def probe(policy: torch.nn.Module, tokens: Sequence[int], dtype: torch.dtype | N
     with evaluation(policy):
         logits = policy(input_ids=ids).logits[0, :-1].float()
     logp = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    text, own = (tuple(ids[0].tolist()), tuple(logp.tolist())), next(policy.parameters()).dtype
-    coarser = max(own, dtype or own, key=lambda kind: torch.finfo(kind).eps)
-    if coarser not in INSIDE:
-        return Probe(*text, STRICT)
+    text = tuple(ids[0].tolist()), tuple(logp.tolist())
+    policy_dtype = next(policy.parameters()).dtype
+    coarser = max(policy_dtype, dtype or policy_dtype, key=lambda each: torch.finfo(each).eps)
+    if coarser not in LAYER_ROUNDING:
+        return Probe(*text, FLOAT32_TOLERANCE)
     exponent = torch.frexp(logits.abs().amax(-1)).exponent  # the largest logit is in [2^(exponent - 1), 2^exponent)
     step = torch.finfo(coarser).eps * torch.exp2(exponent - 1.0).mean().item()
-    apart = 1 if coarser == own else 2  # autocast accumulates some sums in float32; a coarse copy does not
-    return Probe(*text, apart * INSIDE[coarser] + 0.6 * step, OUTLIERS)
+    factor = 1 if coarser == policy_dtype else 2  # autocast accumulates some sums in float32; a coarse copy does not
+    return Probe(*text, factor * LAYER_ROUNDING[coarser] + 0.6 * step, OUTLIERS)

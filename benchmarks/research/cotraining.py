@@ -130,7 +130,7 @@ def follow(policy: MovingPolicy, drafter, batches: Sequence[Sequence[Request]], 
             raise SystemExit("the two drafters gave different texts; the comparison means nothing")
         texts = [(request.prompt, c.tokens) for request, c in zip(batch, done, strict=True)]
         took = {}
-        trainer.observe(texts, version, stats)
+        trainer.observe(texts, stats)
         for name, part in {"update_s": lambda texts=texts: policy.update(texts), "cost_s": trainer.step}.items():
             began = time.process_time()
             metrics = part()

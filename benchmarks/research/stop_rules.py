@@ -84,7 +84,7 @@ def main(drafter: str = "", texts: str = "192", out: str = "") -> None:
 @torch.no_grad()
 def positions(model, prompt: Sequence[int], tokens: Sequence[int], key: int) -> Positions:
     """The model's keyed draws along the policy's own text: a chain's draws as long as all before were accepted."""
-    hidden = response_states(model, [Text(tuple(prompt), tuple(tokens), 0)])
+    hidden = response_states(model, [Text(tuple(prompt), tuple(tokens))])
     logits = model.get_output_embeddings()(hidden).float()
     at = torch.arange(len(tokens))
     draws, logprob, _, margin = keyed_sample(logits, torch.full_like(at, key), at)

@@ -63,7 +63,7 @@ class Run:
         self.trainer.train(resume_from_checkpoint=str(self.checkpoint.path) if self.checkpoint else None)
 
     def save(self) -> None:
-        """Writes the model, the companions' models and the trajectory cache."""
+        """Writes the model, the trained drafter and the trajectory cache."""
         model = self.path / "model"
         rollouts = self.trainer.rollouts
         with writing(model):
@@ -72,8 +72,8 @@ class Run:
             return
         with writing(self.path):
             self.tokenizer.save_pretrained(model)
-            for name, companion in rollouts.companions.items():
-                companion.save_model(self.path / name)
+            if rollouts.drafter_trainer:
+                rollouts.drafter_trainer.save_model(self.path / "drafter")
         if rollouts.source.cache is not None:
             on_error = self.config.rollout.cache.on_write_error
             rollouts.source.cache.save(self.path / "trajectories", self.trainer.state.global_step, on_error)
@@ -144,7 +144,7 @@ def build(
 
 
 def add_callbacks(config: Config, trainer: Trainer, data: Mapping[str, str]) -> None:
-    """Adds the companions of the draft model and the callbacks that complete checkpoints.
+    """Adds the draft model's alarm and trainer, and the callbacks that complete checkpoints.
 
     Args: data: digests of the splits of the data set.
 
@@ -153,11 +153,9 @@ def add_callbacks(config: Config, trainer: Trainer, data: Mapping[str, str]) -> 
     """
     rollouts = trainer.rollouts
     if config.rollout.drafter:
-        from specrl.run.companions import companions
-        from specrl.trainers.companions import TrainCompanions
+        from specrl.run.cotraining import watch_drafter
 
-        rollouts.companions |= companions(config, rollouts, trainer.accelerator)
-        trainer.add_callback(TrainCompanions(rollouts.companions, trainer.note))
+        watch_drafter(config, trainer)
     trainer.add_callback(ShortHistory())
     trainer.add_callback(CompleteCheckpoint(rollouts, config.trainer.keep_checkpoints, data))
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from contextlib import closing
 
 import pytest
 
@@ -82,8 +83,8 @@ def samples(*completions, prompt="p"):
     return [Sample(prompt, completion) for completion in completions]
 
 
-def prompts(count, rows=1, completion="c"):
-    return [Sample(f"prompt {i}", completion) for i in range(count) for _ in range(rows)]
+def prompts(count, completion="c"):
+    return [Sample(f"prompt {i}", completion) for i in range(count)]
 
 
 def test_weights_and_parts():
@@ -91,8 +92,6 @@ def test_weights_and_parts():
     result = RewardSet([ones, twos], [1.0, -0.25]).score(samples("a", "b"))
     assert result.total == [0.5, 0.5]
     assert result.parts == {"ones": [1.0, 1.0], "twos": [2.0, 2.0]}
-    assert result.failed == {"ones": 0, "twos": 0}
-    assert result.first_failure == {}
     assert RewardSet([ones, twos]).score(samples("a")).total == [3.0]
     assert RewardSet([ones]).score([]).total == []
 
@@ -101,30 +100,15 @@ def test_a_failed_part_masks_the_row_unless_its_weight_is_zero():
     ones, none = Listed(lambda s: [1.0] * len(s), "ones"), Listed(lambda s: [None, 5.0], "none")
     result = RewardSet([ones, none], [1.0, 1.0]).score(samples("a", "b"))
     assert result.total == [None, 6.0]
-    assert result.parts["ones"] == [1.0, 1.0]
-    assert (result.missing, result.failed) == ({"ones": 0, "none": 1}, {"ones": 0, "none": 1})
+    assert result.parts == {"ones": [1.0, 1.0], "none": [None, 5.0]}
     assert RewardSet([ones, none], [1.0, 0.0]).score(samples("a", "b")).total == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("weights", "ratio", "words"),
-    [
-        ([1.0, 2.0], 0.05, r"reward\.weights=\[1\.0,2\.0\].*Try reward\.weights=\[1\.0\]"),
-        ([math.nan], 0.05, "finite"),
-        ([0.0], 0.05, "not all be zero"),
-        ([1.0], 1.5, r"from 0 to 1, got 1\.5"),
-    ],
-)
-def test_wrong_settings(weights, ratio, words):
-    with pytest.raises(RewardError, match=words):
-        RewardSet([Listed(None)], weights, ratio)
-
-
-def test_names_must_differ_and_exist():
-    with pytest.raises(RewardError, match="name twice"):
-        RewardSet([Listed(None), Listed(None)])
-    with pytest.raises(RewardError, match="scores nothing"):
-        RewardSet([])
+def test_wrong_weights_are_refused():
+    with pytest.raises(RewardError, match=r"reward\.weights=\[1\.0,2\.0\].*Try reward\.weights=\[1\.0\]"):
+        RewardSet([Listed(None)], [1.0, 2.0])
+    with pytest.raises(RewardError, match="finite"):
+        RewardSet([Listed(None)], [math.nan])
 
 
 def raise_for_poison(batch):
@@ -134,29 +118,28 @@ def raise_for_poison(batch):
 
 
 def masked(result, rows) -> bool:
-    """The first row has no score and is counted once; the others have 1.0."""
-    return result.total == [None] + [1.0] * (rows - 1) and sum(result.failed.values()) == 1
+    """The first row has no score; the others have 1.0."""
+    return result.total == [None] + [1.0] * (rows - 1)
 
 
 @pytest.mark.parametrize(
-    ("function", "kind"),
+    "function",
     [
-        (raise_for_poison, "errors"),
-        (lambda s: [None if x.completion == "poison" else 1.0 for x in s], "missing"),
-        (lambda s: [math.nan if x.completion == "poison" else 1.0 for x in s], "errors"),
-        (lambda s: [math.inf if x.completion == "poison" else 1.0 for x in s], "errors"),
-        (lambda s: [1e300 if x.completion == "poison" else 1.0 for x in s], "errors"),
-        (lambda s: ["0.0" if x.completion == "poison" else 1.0 for x in s], "errors"),
-        (lambda s: [[1.0] if x.completion == "poison" else 1.0 for x in s], "errors"),
-        (lambda s: [1.0 for x in s if x.completion != "poison"], "errors"),
-        (lambda s: [TimeoutError("slow") if x.completion == "poison" else 1.0 for x in s], "timeouts"),
+        raise_for_poison,
+        lambda s: [None if x.completion == "poison" else 1.0 for x in s],
+        lambda s: [math.nan if x.completion == "poison" else 1.0 for x in s],
+        lambda s: [math.inf if x.completion == "poison" else 1.0 for x in s],
+        lambda s: [1e300 if x.completion == "poison" else 1.0 for x in s],
+        lambda s: ["0.0" if x.completion == "poison" else 1.0 for x in s],
+        lambda s: [[1.0] if x.completion == "poison" else 1.0 for x in s],
+        lambda s: [1.0 for x in s if x.completion != "poison"],
+        lambda s: [TimeoutError("slow") if x.completion == "poison" else 1.0 for x in s],
     ],
 )
-def test_a_bad_score_masks_its_own_row_and_is_counted(function, kind):
+def test_a_bad_score_masks_its_own_row(function):
     result = RewardSet([Listed(function)]).score(samples("poison", "a", "b"))
     assert masked(result, 3)
-    assert getattr(result, kind) == {"listed": 1}
-    assert "'poison'" in result.first_failure["listed"]
+    assert result.parts["listed"][0] is None
 
 
 def test_a_reward_that_turns_failures_into_zero_is_caught():
@@ -165,9 +148,7 @@ def test_a_reward_that_turns_failures_into_zero_is_caught():
 
 @pytest.mark.parametrize("returned", ["11", {0: 1.0, 1: 1.0}, None, 1.0, {1.0, 2.0}, iter([1.0, 1.0])])
 def test_a_whole_batch_of_the_wrong_kind_is_masked(returned):
-    result = RewardSet([Listed(lambda s: returned)]).score(samples("a", "b"))
-    assert result.total == [None, None]
-    assert result.errors == {"listed": 2}
+    assert RewardSet([Listed(lambda s: returned)]).score(samples("a", "b")).total == [None, None]
 
 
 def test_number_types_are_accepted():
@@ -183,38 +164,13 @@ def test_number_types_are_accepted():
 def test_a_broken_reward_stops_with_its_first_traceback():
     rewards = RewardSet([Listed(raise_for_poison)])
     batch = prompts(30) + prompts(4, completion="poison")
-    assert rewards.score(batch).failed == {"listed": 4}, "one step does not decide"
+    assert rewards.score(batch).total == [1.0] * 30 + [None] * 4, "one step does not decide"
     with pytest.raises(RewardError) as caught:
         rewards.score(batch)
     message = str(caught.value)
     assert "'listed' gave no score for 8 of the last 68 rows, more than reward.max_failure_ratio=0.05" in message
     assert "in raise_for_poison" in message
     assert "LookupError: no such record" in message
-
-
-def test_one_poisoned_prompt_and_one_bad_row_are_tolerated():
-    rewards = RewardSet([Listed(raise_for_poison)])
-    for _ in range(3):
-        result = rewards.score([*prompts(7, rows=8), *samples(*["poison"] * 8)])
-        assert result.failed == {"listed": 8}
-    rewards = RewardSet([Listed(raise_for_poison)])
-    assert rewards.score([*prompts(19), *samples("poison")]).failed == {"listed": 1}
-    rewards = RewardSet([Listed(raise_for_poison)])
-    assert rewards.score(prompts(100) + prompts(5, completion="poison")).failed == {"listed": 5}
-
-
-def test_small_batches_are_judged_together():
-    rewards = RewardSet([Listed(raise_for_poison)])
-    assert rewards.score(samples(*["poison"] * 8)).total == [None] * 8
-    with pytest.raises(RewardError, match="16 of the last 16 rows"):
-        rewards.score(samples(*["poison"] * 8))
-
-
-def test_the_ratio_has_two_ends():
-    with pytest.raises(RewardError, match="1 of the last 1 rows"):
-        RewardSet([Listed(raise_for_poison)], max_failure_ratio=0).score(samples("poison"))
-    lax = RewardSet([Listed(raise_for_poison)], max_failure_ratio=1)
-    assert lax.score(prompts(50, completion="poison")).failed == {"listed": 50}
 
 
 def test_a_reward_error_stops_at_once():
@@ -285,12 +241,9 @@ def test_the_check_is_cheap_and_lets_pass_what_loads(plug_ins, tmp_path):
 )
 def test_user_rewards(plug_ins, spec, name, expected, isolate):
     config = RewardConfig([f"reward_plug_ins:{spec}"], isolate_user=isolate)
-    rewards = load_rewards(config)
-    try:
+    with closing(load_rewards(config)) as rewards:
         result = rewards.score([Sample("p", "abc"), Sample("p", "ab", "x", {"scale": 2, "other": None})])
         assert result.parts == {name: expected}
-    finally:
-        rewards.close()
 
 
 def test_a_function_gets_the_columns_it_names(plug_ins):
@@ -303,51 +256,29 @@ def test_a_function_gets_the_columns_it_names(plug_ins):
 @pytest.mark.parametrize("isolate", [False, True])
 def test_bad_user_functions_are_masked(plug_ins, isolate):
     rewards = RewardSet([load_reward("reward_plug_ins:bad", dataclasses.replace(plug_ins, isolate_user=isolate))])
-    try:
+    with closing(rewards):
         result = rewards.score(samples("good", "none", "nan", "inf", "text", "list"))
         assert result.total == [1.0] + [None] * 5
-        assert (result.missing["bad"], result.errors["bad"], result.timeouts["bad"]) == (1, 4, 0)
-    finally:
-        rewards.close()
 
 
 def test_isolated_functions_report_their_own_traceback(plug_ins):
-    rewards = RewardSet([load_reward("reward_plug_ins:raising", dataclasses.replace(plug_ins, isolate_user=True))])
-    try:
-        result = rewards.score(samples("poison", "a"))
-        assert masked(result, 2)
-        assert 'raise LookupError("no such record")' in result.first_failure["raising"]
-        unsendable = rewards.score([Sample("p", "c", None, {"when": object()}), Sample("p", "c")])
-        assert masked(unsendable, 2)
-    finally:
-        rewards.close()
+    reward = load_reward("reward_plug_ins:raising", dataclasses.replace(plug_ins, isolate_user=True))
+    with closing(RewardSet([reward])) as rewards:
+        assert masked(rewards.score([Sample("p", "c", None, {"when": object()}), Sample("p", "c")]), 2)
+        with pytest.raises(RewardError, match=r'raise LookupError\("no such record"\)'):
+            RewardSet([reward], max_failure_ratio=0).score(samples("poison", "a"))
 
 
 def test_a_hanging_function_is_killed_and_the_next_call_works(plug_ins):
-    rewards = RewardSet([load_reward("reward_plug_ins:hanging", dataclasses.replace(plug_ins, isolate_user=True))])
-    try:
+    reward = load_reward("reward_plug_ins:hanging", dataclasses.replace(plug_ins, isolate_user=True))
+    with closing(RewardSet([reward])) as rewards:
         result = rewards.score(samples("poison", "a", "b"))
         assert masked(result, 3)
         assert result.timeouts == {"hanging": 1}
         assert rewards.score(samples("a")).total == [1.0]
-    finally:
-        rewards.close()
 
 
 def test_built_in_rewards_load_from_the_configuration():
-    rewards = load_rewards(RewardConfig(["math", "format"], [1.0, 0.1]))
-    try:
+    with closing(load_rewards(RewardConfig(["math", "format"], [1.0, 0.1]))) as rewards:
         result = rewards.score([Sample("p", "#### 18", "18"), Sample("p", "#### 20", "18"), Sample("p", "?", "18")])
         assert result.total == pytest.approx([1.1, 0.1, 0.0])
-    finally:
-        rewards.close()
-
-
-@pytest.mark.parametrize("spec", ["math", "reward_plug_ins:length"])
-def test_the_bounds_of_the_configuration_reach_the_workers(plug_ins, spec):
-    reward = load_reward(spec, RewardConfig(timeout_s=7, workers=3, start_timeout_s=77))
-    try:
-        limits = reward.pool.limits
-        assert (limits.timeout_s, limits.workers, limits.start_timeout_s) == (7, 3, 77)
-    finally:
-        reward.close()

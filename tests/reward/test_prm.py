@@ -18,21 +18,21 @@ def ends_in(samples):
 
 def test_a_value_is_the_share_of_continuations_that_succeed():
     following = {"a": ["7", "8", "7", "7"], "b": ["8", "8", "8", "8"]}
-    asked = [Prefix("q", "a", "7"), Prefix("q", "b", "7")]
-    assert monte_carlo(asked, lambda prefixes: [following[p.completion] for p in prefixes], ends_in) == [0.75, 0.0]
+    prefixes = [Prefix("q", "a", "7"), Prefix("q", "b", "7")]
+    assert monte_carlo(prefixes, lambda prefixes: [following[p.completion] for p in prefixes], ends_in) == [0.75, 0.0]
 
 
 def test_a_finished_response_is_scored_as_it_is():
     def never(prefixes):
         raise AssertionError("there is nothing to continue")
 
-    asked = [Prefix("q", "a7", "7", finished=True), Prefix("q", "8", "7", finished=True)]
-    assert monte_carlo(asked, never, ends_in) == [1.0, 0.0]
+    prefixes = [Prefix("q", "a7", "7", finished=True), Prefix("q", "8", "7", finished=True)]
+    assert monte_carlo(prefixes, never, ends_in) == [1.0, 0.0]
 
 
 def test_what_cannot_be_scored_is_left_out_and_never_zero():
-    asked = [Prefix("q", "a", "7"), Prefix("q", "b", "7")]
-    assert monte_carlo(asked, lambda prefixes: [["7", "?"], ["?", "?"]], ends_in) == [1.0, None]
+    prefixes = [Prefix("q", "a", "7"), Prefix("q", "b", "7")]
+    assert monte_carlo(prefixes, lambda prefixes: [["7", "?"], ["?", "?"]], ends_in) == [1.0, None]
 
 
 def test_texts_stay_with_their_prefix():
@@ -75,10 +75,10 @@ def test_a_classifier_is_read_at_the_end_of_the_step(saved):
     prm = TransformersPRM(str(folder), rows_per_pass=2)
     step, last = "He buys 5: 20 + 5 = 25\n", "#### 25"
     prefixes = [Prefix("Tom has 20 apples.", text) for text in (step, step + last, step)]
-    found = prm(prefixes)
-    assert found == pytest.approx([read(p.prompt + p.completion) for p in prefixes], abs=1e-5)
-    assert found[0] != pytest.approx(found[1], abs=1e-3), "the last step matters"
-    assert all(0 <= value <= 1 for value in found)
+    values = prm(prefixes)
+    assert values == pytest.approx([read(p.prompt + p.completion) for p in prefixes], abs=1e-5)
+    assert values[0] != pytest.approx(values[1], abs=1e-3), "the last step matters"
+    assert all(0 <= value <= 1 for value in values)
 
 
 def test_what_is_no_process_reward_model_is_refused(saved, tmp_path):

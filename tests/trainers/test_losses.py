@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 
-from specrl.rollout.noise import keyed_sample
 from specrl.trainers.correction import correction_weights
 from specrl.trainers.cotraining.distil import forward_kl, largest, total_variation, tvd
 from specrl.trainers.ppo.objectives import adapted_beta, clipped, kl_estimate, policy_loss, value_loss
@@ -36,20 +35,13 @@ def test_hand_values(mode, cap, want):
     assert torch.allclose(weights, torch.tensor(want, dtype=torch.float32), atol=1e-5)
 
 
-def test_small_sequence_ratios_are_masked_but_not_truncated():
-    logp, behaviour, mask = torch.tensor([[-2.0, -2.0]]), torch.tensor([[-1.0, -1.0]]), torch.ones(1, 2)
-    assert correction_weights(logp, behaviour, mask, "sequence_mask", 3.0).tolist() == [[0.0, 0.0]]
-    kept = correction_weights(logp, behaviour, mask, "sequence_truncate", 3.0)
-    assert torch.allclose(kept, torch.full((1, 2), math.exp(-2)))
-
-
-@pytest.mark.parametrize("mode", ["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
 def test_on_policy_text_is_not_weighted(mode):
     logp = torch.randn(4, 9, generator=torch.Generator().manual_seed(0)) - 3
     assert correction_weights(logp, logp.clone(), torch.ones(4, 9), mode, 2.0).equal(torch.ones(4, 9))
 
 
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
 def test_padding_never_matters(mode):
     base = correction_weights(LOGP, BEHAVIOUR, MASK, mode, 5.0)
     other = LOGP.clone()
@@ -91,7 +83,7 @@ def test_distillation_losses_by_hand(loss, want):
         assert loss(teacher, student).item() != pytest.approx(want, abs=1e-3)  # control: the direction matters
 
 
-def laws(n=50, vocab=17):
+def logits_of(n=50, vocab=17):
     generator = torch.Generator().manual_seed(0)
     student, teacher = (2 * torch.randn(n, vocab, generator=generator) for _ in range(2))
     return student.requires_grad_(), teacher
@@ -113,7 +105,7 @@ def policy_gradient(student, teacher, normalised, plus=1):
 
 
 def test_gradients_of_the_distillation_losses():
-    student, teacher = laws()
+    student, teacher = logits_of()
     p, q = teacher.softmax(-1), student.softmax(-1)
     assert torch.allclose(gradient(forward_kl(student, teacher), student), (q - p) / len(p), atol=1e-7)
     half = 0.5 * (p - q).abs().sum(-1)
@@ -125,32 +117,11 @@ def test_gradients_of_the_distillation_losses():
 
 
 def test_tvd_has_the_gradient_of_a_normalised_reward():
-    student, teacher = laws()
+    student, teacher = logits_of()
     want, got = policy_gradient(student, teacher, normalised=True), gradient(tvd(student, teacher), student)
     assert torch.allclose(got, want, atol=1e-7)
     assert not torch.allclose(policy_gradient(student, teacher, normalised=False), want, atol=1e-4)  # control
     assert gradient(tvd(student, student.detach()), student).isfinite().all(), "a student that has arrived"
-
-
-def test_losses_take_a_law_that_was_cut_where_they_say_so():
-    student, teacher = laws()
-    cut = teacher.masked_fill(teacher < 0, -torch.inf)
-    assert total_variation(student, cut).isfinite().all()
-    assert tvd(student, cut).isfinite().all()
-    assert not forward_kl(student, cut).isfinite().all()
-
-
-def test_keyed_draws_agree_within_the_bounds_of_total_variation():
-    student, teacher = laws(8)
-    n = 20_000
-    keys, positions = torch.arange(n) * 7919 + 13, torch.zeros(n, dtype=torch.long)
-    for q, p in zip(student.detach(), teacher, strict=True):
-        draws = [keyed_sample(z.expand(n, -1), keys, positions)[0] for z in (q, p)]
-        other = keyed_sample(p.expand(n, -1), keys + 1, positions)[0]
-        agreement, independent = ((draws[0] == d).float().mean().item() for d in (draws[1], other))
-        tv, slack = total_variation(q[None], p[None]).item(), 4 * 0.5 / math.sqrt(n)
-        assert (1 - tv) / (1 + tv) - slack <= agreement <= 1 - tv + slack
-        assert independent < (1 - tv) / (1 + tv) - slack  # control: without common noise they agree less
 
 
 @pytest.mark.parametrize(("share", "want"), [(0.4, [0, 0, 1, 0, 1]), (0.01, [0, 0, 1, 0, 0]), (1.0, [1] * 5)])
@@ -176,17 +147,11 @@ def test_the_largest_values_are_kept(share, want):
 def test_clipped_surrogate_by_hand(ratio, advantage, loss, low, high):
     logp = torch.tensor([[math.log(ratio) - 1]], requires_grad=True)
     old, advantages = torch.tensor([[-1.0]]), torch.tensor([[advantage]])
-    found = policy_loss(logp, old, advantages, low=0.2, high=0.3)
-    assert found.item() == pytest.approx(loss)
+    actual = policy_loss(logp, old, advantages, low=0.2, high=0.3)
+    assert actual.item() == pytest.approx(loss)
     assert [part.item() for part in clipped(logp, old, advantages, low=0.2, high=0.3)] == [low, high]
-    found.sum().backward()
+    actual.sum().backward()
     assert (logp.grad.item() == 0) == bool(low or high), "clipped tokens have no gradient"
-
-
-def test_the_gradient_at_ratio_one_is_reinforce():
-    logp = torch.tensor([[-1.0, -2.0]], requires_grad=True)
-    policy_loss(logp, logp.detach(), torch.tensor([[3.0, -0.5]]), low=0.2, high=0.2).sum().backward()
-    assert logp.grad.tolist() == [[-3.0, 0.5]]
 
 
 @pytest.mark.parametrize(
@@ -199,8 +164,8 @@ def test_the_gradient_at_ratio_one_is_reinforce():
     ],
 )
 def test_clipped_value_error_by_hand(value, old, target, clip, loss):
-    found = value_loss(torch.tensor([[value]]), torch.tensor([[old]]), torch.tensor([[target]]), clip)
-    assert found.item() == pytest.approx(loss)
+    actual = value_loss(torch.tensor([[value]]), torch.tensor([[old]]), torch.tensor([[target]]), clip)
+    assert actual.item() == pytest.approx(loss)
 
 
 def k3_alone(logp, old, reference):
@@ -221,19 +186,14 @@ def test_the_kl_estimate_and_its_gradient_are_those_of_the_kl(moved):
 
     def estimated(formula):
         mean = (old.exp() * formula(logp, old, reference)).sum()
-        (found,) = torch.autograd.grad(mean, logits, retain_graph=True)
-        return mean.item(), ((found - want).norm() / want.norm()).item()
+        (actual,) = torch.autograd.grad(mean, logits, retain_graph=True)
+        return mean.item(), ((actual - want).norm() / want.norm()).item()
 
     value, error = estimated(kl_estimate)
     assert value == pytest.approx(exact.item(), rel=1e-12)
     assert error < 1e-12
     assert (kl_estimate(logp, old, reference) >= 0).all()
     assert estimated(k3_alone)[1] > 0.3
-    if not moved:
-        reverse = (reference.exp() * (reference - logp)).sum()
-        (other,) = torch.autograd.grad(reverse, logits, retain_graph=True)
-        (planted,) = torch.autograd.grad((old.exp() * k3_alone(logp, old, reference)).sum(), logits)
-        assert torch.allclose(planted, other), "which is the gradient of the other direction"
 
 
 @pytest.mark.parametrize(("kl", "want"), [(0.1, 0.5), (0.11, 0.505), (5.0, 0.51), (0.09, 0.495), (0.0, 0.49)])

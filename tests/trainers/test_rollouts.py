@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import specrl.trainers.rollouts
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import SamplingParams
@@ -73,7 +74,7 @@ def made(rank=0, config=None, engine=None, policy=None, score=ones, state=None, 
     return Rollouts(setup, accelerator, lambda: policy, lambda: state)
 
 
-def test_rows_become_slots_across_processes():
+def test_rows_get_sample_indices_across_processes():
     second = made(rank=1)
     got = second.collect([{"example_id": f"e{i // 4}"} for i in range(6, 12)])
     ((ids, _, step, sample_indices),) = second.source.calls
@@ -112,11 +113,12 @@ def test_a_batch_is_stored_with_its_rewards_and_the_cache_reported():
     assert metrics["timing_s/gen"] == batch.total_s > 1.0, "storing is charged to the rollout"
 
 
-def test_a_share_of_all_tokens_counts_the_tokens_of_processes_without_that_source():
-    one = made()
-    one.collect([{"example_id": "e0"}] * 2)
-    one.exchange = lambda found: [*found, "model"]  # in the other process a draft model drafted
-    here = one.finish()["spec/reused_model"]
+def test_a_share_of_all_tokens_counts_the_tokens_of_processes_without_that_source(monkeypatch):
+    rollouts = made()
+    rollouts.collect([{"example_id": "e0"}] * 2)
+    # in the other process a draft model drafted
+    monkeypatch.setattr(specrl.trainers.rollouts, "gather_object", lambda sources: [*sources, "model"])
+    here = rollouts.finish()["spec/reused_model"]
     assert here == 0.0
     assert here.beside(mean(3, 4)) == 3 / (4 + 4), "the two responses here have 4 tokens, none of them drafted so"
 
@@ -126,7 +128,7 @@ def test_overlong_responses_are_punished(buffer, expected):
     config = RolloutConfig(group_size=4, max_new_tokens=3)
     got = made(config=config, trainer=TrainerConfig(overlong_buffer=buffer)).collect([{"example_id": "e0"}])
     assert got.rewards == [expected], "2 of 3 tokens, of which the last 2 cost half each"
-    assert got.earned == [1.0]
+    assert got.unpenalised_rewards == [1.0]
 
 
 def test_a_response_that_failed_is_not_stored():
@@ -138,13 +140,13 @@ def test_a_response_that_failed_is_not_stored():
     assert [cache.get("e0", sample_index) is None for sample_index in (0, 1)] == [True, False]
 
 
-def test_companions_see_the_rows_that_have_a_response():
+def test_the_drafter_in_training_sees_the_rows_that_have_a_response():
     seen, watched = [], made()
-    watched.companions["other"] = SimpleNamespace(observe=lambda *given: seen.append(given))
+    watched.drafter_trainer = SimpleNamespace(observe=lambda *arguments: seen.append(arguments))
     watched.collect([{"example_id": "e0"}] * 2)
     watched.sampled_batch.batch.completions[0] = Completion([], [], [], [], "length", 0, 0, failure="its worker died")
     watched.finish()
-    assert seen == [([((5, 6), [1, 2])], 7, watched.sampled_batch.batch.stats)]
+    assert seen == [([((5, 6), [1, 2])], watched.sampled_batch.batch.stats)]
 
 
 def test_control_steps_compare_a_shared_engine_with_the_policy(build_model):
@@ -192,22 +194,17 @@ def test_an_engine_that_does_not_follow_the_policy_is_refused():
 def test_an_engine_with_weights_of_its_own_gets_each_version_once(build_model):
     engine, state = Engine(), SimpleNamespace(global_step=7, epoch=0.0)
     engine.own_weights = True
-    own = made(engine=engine, policy=build_model("llama"), state=state)
-    own.sync()
-    own.sync()
+    copying = made(engine=engine, policy=build_model("llama"), state=state)
+    copying.sync()
+    copying.sync()
     state.global_step = 8
-    own.sync()
+    copying.sync()
     assert engine.versions == [7, 8]
-
-
-def test_a_response_that_failed_has_no_reward():
-    lost = Completion([], [], [], [], "length", 7, 0, failure="its worker died")
-    assert made(response=lost).collect([{"example_id": "e0"}]).rewards == [None]
 
 
 def test_importance_with_every_response_masked():
     masked = made(config=RolloutConfig(acceptance="lenient", group_size=4))
     masked.collect([{"example_id": "e0"}])
-    weights = masked.importance(torch.tensor([[-0.5, -0.5]]), torch.zeros(1, 2), own=None)
+    weights = masked.importance(torch.tensor([[-0.5, -0.5]]), torch.zeros(1, 2), None)
     assert weights.tolist() == [[1.0, 1.0]]
     assert not any("importance" in name for name in masked.finish())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,9 +125,9 @@ def student_logits(student: PreTrainedModel, batch: Batch, generator: torch.Gene
     for _ in range(HEAD_PASSES):
         predicted = student(batch.ids[:, 1:], states[:, :-1]).last_hidden_state  # the first replaces the second state
         yield output(predicted[batch.mask[:, 1:]])
-        own = torch.rand(batch.ids.shape, generator=generator).to(predicted.device)[..., None] < OWN_SHARE
+        from_student = torch.rand(batch.ids.shape, generator=generator).to(predicted.device)[..., None] < OWN_SHARE
         shifted = torch.cat([batch.states[:, :1].to(predicted.dtype), predicted.detach()], 1)
-        states = torch.where(own, shifted, batch.states)
+        states = torch.where(from_student, shifted, batch.states)
 
 
 # Measuring -----------------------------------------------------------------------------------------------------------
@@ -138,17 +137,9 @@ def keyed_samples(logits: Tensor, batch: Batch, keys: Sequence[int], sampling: S
     """Tokens [N] sampled from logits [N, V] for the targets. Args: keys: of each text's noise."""
     texts, positions = batch.targets.unbind(1)
     noise = torch.tensor(keys, device=texts.device)[texts]
-    return keyed_sample(logits, noise, positions, **_processing(sampling))[0]
-
-
-def overlap(student: Tensor, teacher: Tensor, sampling: SamplingParams) -> float:
-    """Mean 1 - TV of the two sampling distributions; keyed samples agree about as often. Logits [N, V]."""
-    processed = [process_logits(logits, **_processing(sampling)) for logits in (student, teacher)]
-    return 1 - total_variation(*processed).mean().item()
-
-
-def _processing(sampling: SamplingParams) -> dict[str, Any]:
-    return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    return keyed_sample(
+        logits, noise, positions, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
+    )[0]
 
 
 # Learning ------------------------------------------------------------------------------------------------------------

@@ -20,8 +20,6 @@ class Text:
 
     prompt: tuple[int, ...]
     response: tuple[int, ...]
-    version: int
-    """Weight version of the policy that wrote it."""
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.response)
@@ -48,19 +46,11 @@ class Tap:
     def __init__(self, policy: Any):
         self._wanted: dict[tuple[int, ...], Text] = {}
         self._reads: list[Read] = []
-        self.forwards = 0
-        """Forwards since the texts were chosen."""
         policy.base_model.register_forward_hook(self._on_forward, with_kwargs=True)
 
     def want(self, texts: Mapping[Text, Text]) -> None:
         """Waits for these texts from now on. Args: texts: text -> the part of it that is kept."""
         self._wanted = {(*text.prompt, *text.response): part for text, part in texts.items()}
-        self.forwards = 0
-
-    @property
-    def missing(self) -> int:
-        """How many texts no forward has had yet."""
-        return len(self._wanted)
 
     def take(self) -> list[Read]:
         """What came since the last call."""
@@ -71,7 +61,6 @@ class Tap:
     def _on_forward(self, decoder: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
         if not (self._wanted and decoder.training and torch.is_grad_enabled()):
             return
-        self.forwards += 1
         ids = kwargs.get("input_ids", args[0] if args else None)
         if ids is None:
             return
@@ -110,7 +99,7 @@ def chosen(texts: Sequence[Text], tokens: int, max_length: int, generator: torch
             if tokens < max_length:
                 break
             continue
-        parts[text] = Text(text.prompt, text.response[:response_length], text.version)
+        parts[text] = Text(text.prompt, text.response[:response_length])
         tokens -= len(parts[text])
     return parts
 

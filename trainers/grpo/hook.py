@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,26 +87,26 @@ class ReuseRollouts:
         """
         training = trainer.model.training  # TRL's own criterion
         rollout = self._ready(trainer, training)
-        rows, gather = _rows(trainer, prompts), _exchange(trainer)
-        parts = gather([[row.example_id for row in rows]])  # one list per process
+        rows = _rows(trainer, prompts)
+        parts = gather_object([[row.example_id for row in rows]])  # one list per process
         everyone = [example_id for part in parts for example_id in part]
         first = sum(map(len, parts[: trainer.accelerator.process_index]))
-        own = slice(first, first + len(rows))
+        share = slice(first, first + len(rows))
         domain: Domain = "rollout" if training else "evaluation"
         step = max(trainer.state.global_step, rollout.engine.weight_version)  # a second train() restarts at 0
         rollout.engine.update_weights(None, step)
         with trainer.accelerator.autocast():  # samples from the distribution that the trainer's passes compute
             self.last = batch = rollout.generate(
                 rows,
-                visit=self._visits[domain].next(everyone)[own],
+                visit=self._visits[domain].next(everyone)[share],
                 step=step,
-                sample_indices=occurrences(everyone)[own],  # equal prompts get different samples, in all processes
+                sample_indices=occurrences(everyone)[share],  # equal prompts get different samples, in all processes
                 domain=domain,
             )
         if training and rollout.cache is not None:
             entries = rollout.entries(rows, batch, step=step)
             with batch.charge_store():
-                rollout.cache.merge(gather(entries))
+                rollout.cache.merge(gather_object(entries))
         state = {name: visits.state() for name, visits in self._visits.items()}
         trainer.state.stateful_callbacks[STATE] = state  # saved in every checkpoint
         metrics = rollout_metrics(batch)
@@ -121,7 +121,8 @@ class ReuseRollouts:
     def _ready(self, trainer: Any, training: bool) -> SpeculativeRollout:
         """The rollout, which is built at the first call and restored if the script was resumed."""
         if self._rollout is None:
-            self._rollout, self._trainer = self._open(trainer), trainer
+            self._rollout = self._open(trainer)
+            self._trainer = trainer
             trainer.add_callback(SaveTrajectories(self._rollout))
         elif trainer is not self._trainer:
             raise RolloutError("ReuseRollouts serves one GRPOTrainer, whose model it runs; give each one its own")
@@ -175,15 +176,15 @@ class SaveTrajectories(TrainerCallback):
         self._rollout = rollout
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control, **kwargs) -> None:
-        home, cache = _home(args, state), self._rollout.cache
+        home = _home(args, state)
+        cache = self._rollout.cache
         elsewhere = not home.parent.is_dir()  # a hyperparameter search saves to other directories
         if cache is not None and state.is_world_process_zero and not elsewhere:
             cache.save(home, state.global_step, self._rollout.config.cache.on_write_error)
 
 
 def _home(args: TrainingArguments, state: TrainerState) -> Path:
-    assert args.output_dir is not None, "TrainingArguments replaces None by a default"
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / "specrl"
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / "specrl"
 
 
 def _rows(trainer: Any, prompts: Sequence[Any]) -> list[Row]:
@@ -192,8 +193,3 @@ def _rows(trainer: Any, prompts: Sequence[Any]) -> list[Row]:
     if images is not None:
         raise RolloutError("ReuseRollouts cannot show images to the model; leave rollout_func out for such prompts")
     return [Row(hashlib.blake2b(repr(ids).encode(), digest_size=16).hexdigest(), tuple(ids)) for ids in tokenized]
-
-
-def _exchange(trainer: Any) -> Callable[[list], list]:
-    """Returns a function that concatenates the lists of all processes, in their order."""
-    return gather_object if trainer.accelerator.num_processes > 1 else list

@@ -23,7 +23,8 @@ class ReferenceLogProbs:
     """
 
     def __init__(self, *, alone: bool, max_mb: float = 256):
-        self._alone, self._limit = alone, int(max_mb * 2**20)
+        self._alone = alone
+        self._limit = int(max_mb * 2**20)
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
         self._bytes = 0
 

@@ -1,4 +1,4 @@
-"""GRPO and DAPO on TRL's GRPOTrainer, checked against TRL 1.16 at start.
+"""GRPO and DAPO on the GRPOTrainer of TRL 1.16.
 
 `rollout_func` returns our responses to TRL. An override of `_generate_and_score_completions` receives the dataset rows,
 calls super and adjusts the batch. No method body of TRL is copied.
@@ -23,11 +23,10 @@ from trl.trainer.utils import RepeatSampler
 
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.reduction import Metric, highest, mean, seconds
-from specrl.rollout.types import RolloutError
 from specrl.trainers.arguments import common_arguments
+from specrl.trainers.callbacks import StepMetrics
 from specrl.trainers.checkpoint import writing
 from specrl.trainers.config import TrainerConfig
-from specrl.trainers.metrics import StepMetrics
 from specrl.trainers.rollouts import Rollouts, Setup
 
 if TYPE_CHECKING:
@@ -36,14 +35,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from specrl.trainers.grpo.reference import ReferenceLogProbs
-
-NEEDED = (
-    "_generate_and_score_completions",
-    "_get_train_sampler",
-    "_get_per_token_logps_and_entropies",
-    "_compute_loss",
-    "_save_checkpoint",
-)
 
 BY_ROWS = ("grpo", "dr_grpo")
 """TRL's losses that average over rows."""
@@ -79,7 +70,6 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         setup: Setup,
         peft_config: PeftConfig | None = None,
     ):
-        check_trl()
         self._options = setup.trainer
         self._logps: torch.Tensor | None = None
         self._inputs: dict[str, Any] = {}
@@ -100,7 +90,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             return self.accelerator.unwrap_model(self.model)
 
         self.rollouts = Rollouts(setup, self.accelerator, policy, lambda: self.state, self._upcoming)
-        self._step_metrics = StepMetrics(self.rollouts.exchange)
+        self._step_metrics = StepMetrics()
         self.add_callback(self._step_metrics)
 
     def note(self, metrics: Mapping[str, Metric]) -> None:
@@ -114,17 +104,14 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         super().log(logs, start_time)
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
-        return self._sampler(self.train_dataset if dataset is None else dataset, lambda: self.rollouts.epoch)
+        return self._sampler(lambda: self.rollouts.epoch)
 
-    def _sampler(self, dataset: Dataset, epoch: Callable[[], int]) -> EpochRepeatSampler:
-        rows, passes = self.args.generation_batch_size, self.args.steps_per_generation
-        assert rows is not None, "GRPOConfig works it out"
-        assert passes is not None, "GRPOConfig works it out"
+    def _sampler(self, epoch: Callable[[], int]) -> EpochRepeatSampler:
         return EpochRepeatSampler(
-            data_source=dataset,
+            data_source=self.train_dataset,
             mini_repeat_count=self.num_generations,
-            batch_size=rows // self.num_generations,
-            repeat_count=self.num_iterations * passes,
+            batch_size=self._options.prompts_per_step,
+            repeat_count=self.args.num_iterations * self.args.gradient_accumulation_steps,
             shuffle=self.shuffle_dataset,
             seed=self.args.seed,
             epoch=epoch,
@@ -132,20 +119,21 @@ class GRPOTrainerWithReuse(GRPOTrainer):
 
     def _upcoming(self) -> list[dict[str, Any]]:
         """This process's dataset rows of the next rollout, as the sampler will yield them."""
-        updates = self.args.num_iterations  # self.num_iterations is 1 while TRL generates
+        updates = self.args.num_iterations
         if self.state.global_step + updates >= self.state.max_steps:
             return []
         rollouts_per_epoch = self._options.rollouts_per_epoch(len(self.train_dataset))
         epoch, nth = divmod(self.state.global_step // updates + 1, rollouts_per_epoch)
-        sampler = self._sampler(self.train_dataset, lambda: epoch)
+        sampler = self._sampler(lambda: epoch)
         rows = sampler.batch_size * sampler.mini_repeat_count
-        own = rows // self.accelerator.num_processes
-        first = nth * rows * sampler.repeat_count + own * self.accelerator.process_index
-        return [self.train_dataset[index] for index in islice(sampler, first, first + own)]
+        share = rows // self.accelerator.num_processes
+        first = nth * rows * sampler.repeat_count + share * self.accelerator.process_index
+        return [self.train_dataset[index] for index in islice(sampler, first, first + share)]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         inputs = self.rollouts.collect(inputs).inputs
-        updates, self.num_iterations = self.num_iterations, 1  # no pass for old log-probs: the first update has them
+        updates = self.num_iterations
+        self.num_iterations = 1  # no pass for old log-probs: the first update has them
         try:
             out = self._with_behaviour(super()._generate_and_score_completions(inputs))
         finally:
@@ -157,12 +145,13 @@ class GRPOTrainerWithReuse(GRPOTrainer):
 
     def _rollout(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
         """TRL's rollout_func. Returns the batch collected before, because prompts alone do not identify an example."""
-        rows, batch = self.rollouts.train_batch.rows, self.rollouts.train_batch.batch
+        rows = self.rollouts.train_batch.rows
+        completions = self.rollouts.train_batch.batch.completions
         stand_in = [self.processing_class.pad_token_id]  # TRL accepts no empty response; masked afterwards
         return {
             "prompt_ids": [list(row.prompt) for row in rows],
-            "completion_ids": [stand_in if c.failure else c.tokens for c in batch.completions],
-            "logprobs": [[0.0] if c.failure else c.logprobs for c in batch.completions],
+            "completion_ids": [stand_in if c.failure else c.tokens for c in completions],
+            "logprobs": [[0.0] if c.failure else c.logprobs for c in completions],
         }
 
     def _total_reward(self, **_: Any) -> list[float | None]:
@@ -196,17 +185,16 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         return loss
 
     def _save_checkpoint(self, model, trial) -> None:
-        assert self.args.output_dir is not None, "TrainingArguments replaces None by a default"
-        with writing(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"):
+        with writing(Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"):
             super()._save_checkpoint(model, trial)
 
     def _with_behaviour(self, out: dict[str, Any]) -> dict[str, Any]:
         """Masks rows without a reward. Adds the engine's log-probs as pi_old, and importance weights, where needed."""
         self._leave_out_unscored(out)
-        drawn = out["sampling_per_token_logps"]
+        logprobs = out["sampling_per_token_logps"]
         if self.rollouts.old_from_engine:
-            out["old_per_token_logps"] = drawn
-        ratios = self.rollouts.importance(drawn, out["completion_mask"], own=lambda: self._trainer_logps(out))
+            out["old_per_token_logps"] = logprobs
+        ratios = self.rollouts.importance(logprobs, out["completion_mask"], lambda: self._trainer_logps(out))
         if ratios is not None:
             out["advantages"] = out["advantages"][:, None] * ratios
         return out
@@ -255,25 +243,16 @@ class GRPOTrainerWithReuse(GRPOTrainer):
 
     def _reference_logps(self, model, ids: torch.Tensor, mask: torch.Tensor, keep: int, *_: Any) -> torch.Tensor:
         """Reference log-probs [B, keep]. Several processes cache none, as sharded models need equal passes."""
-        began, compute = time.perf_counter(), partial(self._one_pass, model)
+        began = time.perf_counter()
+        compute = partial(self._one_pass, model)
+        reused = 0
         if self.accelerator.num_processes > 1:
-            logps, reused = compute(ids, mask, keep), 0
+            logps = compute(ids, mask, keep)
         else:
             logps, reused = self._reference(ids, mask, keep, compute)
         spent_s = time.perf_counter() - began
         self.note({"timing_s/ref_log_prob": seconds(spent_s), "reference/reused_ratio": mean(reused, len(ids))})
         return logps
-
-
-def check_trl() -> None:
-    """Raises RolloutError if this TRL lacks a method that the trainer overrides."""
-    import trl
-
-    missing = [name for name in NEEDED if not hasattr(GRPOTrainer, name)]
-    if missing:
-        raise RolloutError(
-            f"trl {trl.__version__} has no GRPOTrainer.{missing[0]}, which specrl relies on. Install trl==1.16.0"
-        )
 
 
 def grpo_config(trainer: TrainerConfig, rollout: RolloutConfig, **run: Any) -> GRPOConfig:

@@ -61,6 +61,10 @@ class ActorCritic(nn.Module):
             nn.init.zeros_(self.value.weight)  # the first values are 0 and send no gradient to the trunk
             nn.init.zeros_(self.value.bias)
 
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained, by name, each once."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
     def forward(self, ids: Tensor, attention: Tensor, length: int) -> Outputs:
         """Scores the last `length` tokens of each row.
 

@@ -112,7 +112,7 @@ def _text(request: Request, tokens: Sequence[int], vocab: int) -> Text:
 @torch.no_grad()
 def ranks(model, texts: Sequence[Text]) -> list[list[int]]:
     """`Text.ranks` of a draft model, along each text."""
-    logits = (response_logits(model, [states.Text(text.prompt, text.response, 0)]) for text in texts)
+    logits = (response_logits(model, [states.Text(text.prompt, text.response)]) for text in texts)
     return [text.ranks(one).tolist() for text, one in zip(texts, logits, strict=True)]
 
 

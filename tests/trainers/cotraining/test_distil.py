@@ -8,10 +8,10 @@ import torch
 from specrl.rollout.engines.local.head import Head
 from specrl.trainers.cotraining import distil
 from specrl.trainers.cotraining.distil import forward_kl
-from specrl.trainers.cotraining.texts import Read, Text, batches, chosen, latest, read
+from specrl.trainers.cotraining.texts import Read, Text, chosen, latest, read
 
 ROWS = [((3, 4, 5), (9, 11, 1)), ((8,), (2,)), ((6, 30), tuple(range(2, 25)))]
-TEXTS = [Text(prompt, response, 0) for prompt, response in ROWS]
+TEXTS = [Text(prompt, response) for prompt, response in ROWS]
 
 
 @torch.no_grad()
@@ -25,8 +25,8 @@ def full(model, text):
 # Positions ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral"])
-def test_the_teacher_is_the_policys_law_of_each_response_token(tiny, family):
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_teacher_is_the_policys_distribution_of_each_response_token(tiny, family):
     model = tiny(family)
     batch = distil.Batch.of(read(model, TEXTS), model)
     got = distil.teacher_logits(model, batch)
@@ -41,7 +41,7 @@ def test_the_teacher_is_the_policys_law_of_each_response_token(tiny, family):
     assert torch.allclose(itself, got, atol=1e-4), "a student that is the policy"
 
 
-def test_a_head_is_asked_for_all_but_the_first_token_of_a_response(tiny):
+def test_a_head_learns_all_but_the_first_token_of_a_response(tiny):
     """By hand: entry j is computed from token j + 1 and state j, and predicts token j + 2."""
     model = tiny("llama")
     head = Head.of(model)
@@ -68,9 +68,9 @@ def test_a_heads_later_passes_read_its_own_states(tiny, monkeypatch):
     monkeypatch.setattr(head, "forward", lambda ids, states: (seen.append(states), forward(ids, states))[1])
     monkeypatch.setattr(distil, "OWN_SHARE", 1.0)
     list(distil.student_logits(head, batch, torch.Generator()))
-    own = forward(batch.ids[:, 1:], seen[0]).last_hidden_state
+    predicted = forward(batch.ids[:, 1:], seen[0]).last_hidden_state
     assert torch.equal(seen[0], batch.states[:, :-1])
-    assert torch.equal(seen[1][:, 1:], own[:, :-1]), "each in the place of the state that it stands for"
+    assert torch.equal(seen[1][:, 1:], predicted[:, :-1]), "each in the place of the state that it stands for"
     assert torch.equal(seen[1][:, 0], batch.states[:, 0]), "which the first has none for"
     assert not seen[1].requires_grad
     monkeypatch.setattr(distil, "OWN_SHARE", 0.5)
@@ -126,12 +126,12 @@ def test_adaspec_selects_where_the_student_lags_the_reference():
 # Texts ----------------------------------------------------------------------------------------------------------------
 
 
-def test_chosen_texts_hold_the_tokens_asked_for_and_the_last_is_cut():
-    texts = [Text((i, i), tuple(range(8)), 0) for i in range(6)]
-    found = chosen(texts, 24, 99, torch.Generator().manual_seed(1))
-    assert [len(part) for part in found.values()] == [10, 10, 4]
-    assert all(part.response == whole.response[: len(part) - 2] for whole, part in found.items())
-    assert list(found) != list(chosen(texts, 24, 99, torch.Generator().manual_seed(2)))
+def test_chosen_texts_have_the_requested_tokens_and_the_last_is_cut():
+    texts = [Text((i, i), tuple(range(8))) for i in range(6)]
+    parts = chosen(texts, 24, 99, torch.Generator().manual_seed(1))
+    assert [len(part) for part in parts.values()] == [10, 10, 4]
+    assert all(part.response == text.response[: len(part) - 2] for text, part in parts.items())
+    assert list(parts) != list(chosen(texts, 24, 99, torch.Generator().manual_seed(2)))
     assert len(chosen(texts, 23, 99, torch.Generator())) == 2, "one response token teaches a head nothing"
     assert len(chosen(texts, 10**6, 99, torch.Generator())) == 6
     assert chosen(texts, 0, 99, torch.Generator()) == chosen([], 99, 99, torch.Generator()) == {}
@@ -139,21 +139,8 @@ def test_chosen_texts_hold_the_tokens_asked_for_and_the_last_is_cut():
     assert chosen(twice, 99, 99, torch.Generator()) == {texts[0]: texts[0]}
 
 
-def test_long_texts_are_cut_and_long_prompts_left_out():
-    texts = [Text((1,) * 12, (2,) * 9, 0), Text((3,), (4,) * 20, 0)]
-    for seed in range(4):
-        found = chosen(texts, 99, 8, torch.Generator().manual_seed(seed))
-        assert found == {texts[1]: Text((3,), (4,) * 7, 0)}
-
-
-def test_batches_are_bounded():
-    reads = [Read(Text((i,), (3,) * n, 0), torch.zeros(n, 2)) for i, n in enumerate((5, 4, 30, 2, 2, 2))]
-    assert [[r.text.prompt[0] for r in batch] for batch in batches(reads, 11)] == [[0, 1], [2], [3, 4, 5]]
-    assert list(batches([], 5)) == []
-
-
 def test_reads_are_bounded_by_tokens():
-    reads = [Read(Text((1, 2), (3,) * n, 0), torch.zeros(n + 1, 2)) for n in (5, 5, 3, 4)]
+    reads = [Read(Text((1, 2), (3,) * n), torch.zeros(n + 1, 2)) for n in (5, 5, 3, 4)]
     assert [len(r.text) for r in reads] == [7, 7, 5, 6]
     assert latest(reads, 100) == reads
     assert latest(reads, 18) == reads[1:]

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
-import os
 import re
 import shutil
-import socket
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,22 +13,19 @@ import pytest
 import torch
 from accelerate import Accelerator, DistributedType
 from datasets import Dataset, IterableDataset
-from transformers import GenerationConfig, ProcessorMixin
+from transformers import ProcessorMixin
 
 import specrl.trainers.grpo.trainer  # noqa: F401 (silences TRL's remarks at import)
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache, load
 from specrl.rollout.config import RolloutConfig
-from specrl.rollout.engines.base import SamplingParams
-from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.keys import Visits
 from specrl.rollout.sections import CacheConfig
 from specrl.rollout.speculative import SpeculativeRollout
-from specrl.rollout.types import Request, RolloutError
+from specrl.rollout.types import RolloutError
 from specrl.tiny import load_tiny
 from specrl.trainers.grpo.hook import STATE, ReuseRollouts
-from specrl.trainers.grpo.hook_limits import NEUTRAL, OF_ARGS, WITHOUT_EFFECT
+from tests.runs import by_two_processes
 
-ROOT = Path(__file__).parents[3]
 A, B = "Tom has 3 apples and buys 4 more. How many has he?", "Ann had 9 pens and lost 2. How many are left?"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ style }}"
 
@@ -74,7 +66,7 @@ def make(folder, config=None, data=(A, B), tokenizer=None, evaluated=(), **optio
     """A script with the three lines. One prompt a batch unless `per_device_train_batch_size` is set."""
     from trl import GRPOConfig, GRPOTrainer
 
-    model, own = load_tiny()
+    model, default_tokenizer = load_tiny()
     options = {
         "num_generations": 4,
         "per_device_train_batch_size": 4,
@@ -106,7 +98,7 @@ def make(folder, config=None, data=(A, B), tokenizer=None, evaluated=(), **optio
         args=args,
         train_dataset=data if isinstance(data, IterableDataset) else _dataset(data),
         eval_dataset=_dataset(evaluated) if evaluated else None,
-        processing_class=tokenizer or own,
+        processing_class=tokenizer or default_tokenizer,
         rollout_func=rollout,
     )
     return run
@@ -137,7 +129,7 @@ SCRIPT = {
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def uninterrupted(tmp_path_factory):
     """A complete run of that script, and its output directory."""
     return train(tmp_path_factory.mktemp("whole"), **SCRIPT)
 
@@ -152,25 +144,19 @@ def idle(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_reuse_changes_nothing_but_time(whole, tmp_path):
+def test_reuse_changes_nothing_but_time(uninterrupted, tmp_path):
     plain = train(tmp_path, RolloutConfig(acceptance="off"), **SCRIPT)
-    assert [call.tokens for call in whole.calls] == [call.tokens for call in plain.calls]
-    assert whole.logged("loss") == plain.logged("loss")
+    assert [call.tokens for call in uninterrupted.calls] == [call.tokens for call in plain.calls]
+    assert uninterrupted.logged("loss") == plain.logged("loss")
     assert len(plain.logged("loss")) == 12
     weights = plain.trainer.model.state_dict()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in whole.trainer.model.state_dict().items())
-    assert all(call.reused > 0 for call in whole.training[2:])
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in uninterrupted.trainer.model.state_dict().items())
+    assert all(call.reused > 0 for call in uninterrupted.training[2:])
     assert not any(call.reused for call in plain.calls)
 
 
 @pytest.mark.slow
-def test_control_another_seed_is_another_run(whole, tmp_path):
-    other = train(tmp_path, max_steps=1, seed=7)
-    assert other.calls[0].tokens != whole.calls[0].tokens
-
-
-@pytest.mark.slow
-def test_under_autocast_the_engine_computes_as_the_trainer_does(whole, tmp_path):
+def test_under_autocast_the_engine_computes_as_the_trainer_does(uninterrupted, tmp_path):
     seen = []
     run = make(tmp_path, max_steps=1, bf16=True)
     head = run.trainer.model.lm_head
@@ -178,16 +164,7 @@ def test_under_autocast_the_engine_computes_as_the_trainer_does(whole, tmp_path)
     run.trainer.train()
     assert seen
     assert all(seen), "TRL's default: fp32 weights, bf16 passes"
-    assert run.calls[0].keys == whole.calls[0].keys
-
-
-def test_rows_of_very_different_lengths_under_autocast(build_model):
-    requests = [Request(tuple((7 * i + j) % 61 for j in range(n)), i, 6) for i, n in enumerate([4] * 12 + [220])]
-    for family in ("llama", "gpt2"):
-        with torch.autocast("cpu", torch.bfloat16):
-            engine = TransformersEngine(build_model(family, scale=5.0), SamplingParams(frozenset()))
-            completions, _ = engine.generate(requests)
-        assert [len(c.tokens) for c in completions] == [6] * 13
+    assert run.calls[0].keys == uninterrupted.calls[0].keys
 
 
 # Noise -----------------------------------------------------------------------------------------------------------
@@ -200,11 +177,11 @@ def repeated(*runs: Run) -> int:
 
 
 @pytest.mark.slow
-def test_no_noise_is_drawn_twice(whole):
-    assert [call.training for call in whole.calls].count(False) == 8, "four evaluations of two batches"
-    assert len(whole.calls) == 12 + 8
-    assert repeated(whole) == 0
-    assert [call.visits[0] for call in whole.training] == [n // 2 for n in range(12)], "A and B by turns"
+def test_no_noise_is_drawn_twice(uninterrupted):
+    assert [call.training for call in uninterrupted.calls].count(False) == 8, "four evaluations of two batches"
+    assert len(uninterrupted.calls) == 12 + 8
+    assert repeated(uninterrupted) == 0
+    assert [call.visits[0] for call in uninterrupted.training] == [n // 2 for n in range(12)], "A and B by turns"
 
 
 def by_epoch(monkeypatch):
@@ -225,19 +202,7 @@ def test_control_repeated_noise_is_seen(fault, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stream_that_cycles_and_equal_prompts_in_a_batch(tmp_path):
-    def stream():
-        for prompt in itertools.cycle([A, A, B]):
-            yield {"prompt": prompt}
-
-    data = IterableDataset.from_generator(stream)
-    run = train(tmp_path, data=data, max_steps=4, per_device_train_batch_size=8, num_generations=4)
-    assert len(run.keys) == 32
-    assert repeated(run) == 0
-
-
-@pytest.mark.slow
-def test_training_again_draws_new_noise(tmp_path):
+def test_training_again_samples_with_new_noise(tmp_path):
     run = train(tmp_path, max_steps=2)
     run.trainer.train()
     assert len(run.keys) == 16
@@ -257,22 +222,23 @@ def visits_in(folder: Path) -> dict:
 
 
 @pytest.mark.slow
-def test_evaluation_stores_nothing(whole):
-    folder = Path(whole.trainer.args.output_dir) / "checkpoint-6"
+def test_evaluation_stores_nothing(uninterrupted):
+    folder = Path(uninterrupted.trainer.args.output_dir) / "checkpoint-6"
     names = visits_in(folder)["rollout"]
     assert list(names.values()) == [3, 3]
     stored = [text for name in names for text in saved(folder).siblings(name)]
-    trained = {key for call in whole.training[4:6] for key in call.keys}
+    trained = {key for call in uninterrupted.training[4:6] for key in call.keys}
     assert {trajectory.key for trajectory in stored} == trained
+    assert list(visits_in(folder)["evaluation"].values()) == [2, 2], "evaluation counts its own visits"
 
 
 @pytest.mark.slow
-def test_metrics_are_in_trls_log(whole):
-    own = [call.reused / sum(map(len, call.tokens)) for call in whole.training]
-    assert whole.logged("spec/reused_ratio") == pytest.approx(own, rel=1e-5)
-    assert len(whole.logged("timing_s/gen")) == 12
-    assert len(whole.logged("eval_spec/reused_ratio")) == 4
-    assert max(whole.logged("spec/draft_acceptance_rate")) <= 1
+def test_metrics_are_in_trls_log(uninterrupted):
+    expected = [call.reused / sum(map(len, call.tokens)) for call in uninterrupted.training]
+    assert uninterrupted.logged("spec/reused_ratio") == pytest.approx(expected, rel=1e-5)
+    assert len(uninterrupted.logged("timing_s/gen")) == 12
+    assert len(uninterrupted.logged("eval_spec/reused_ratio")) == 4
+    assert max(uninterrupted.logged("spec/draft_acceptance_rate")) <= 1
 
 
 # Two processes ---------------------------------------------------------------------------------------------------
@@ -282,32 +248,16 @@ import json, os, sys
 from tests.trainers.grpo.test_hook import SCRIPT, train
 halved = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "ddp_backend": "gloo"}
 run = train(sys.argv[1], **SCRIPT | halved)
-found = {"keys": run.keys, "reused": run.logged("spec/reused_ratio")}
-print(json.dumps(found), file=open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w"))
+result = {"keys": run.keys, "reused": run.logged("spec/reused_ratio")}
+print(json.dumps(result), file=open(f"{sys.argv[1]}/rank{os.environ['RANK']}.json", "w"))
 """
 
 
 @pytest.mark.long
-def test_two_processes_draw_what_one_does(whole, tmp_path):
+def test_two_processes_sample_what_one_does(uninterrupted, tmp_path):
     """Started as by torchrun. Each has half of every group."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(tmp_path)],
-            cwd=ROOT,
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(ROOT)},
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [process.wait(timeout=600) for process in started] == [0, 0]
-    finally:
-        for process in started:
-            process.kill()
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert sorted(first["keys"] + second["keys"]) == sorted(whole.keys)
+    (first, second), _ = by_two_processes(tmp_path, PROGRAM, 600)
+    assert sorted(first["keys"] + second["keys"]) == sorted(uninterrupted.keys)
     assert first["reused"] == second["reused"], "the mean over both"
 
 
@@ -315,10 +265,10 @@ def test_two_processes_draw_what_one_does(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_resumed_script_goes_on_as_if_undisturbed(whole, tmp_path):
-    shutil.copytree(Path(whole.trainer.args.output_dir) / "checkpoint-6", tmp_path / "checkpoint-6")
+def test_a_resumed_script_goes_on_as_if_undisturbed(uninterrupted, tmp_path):
+    shutil.copytree(Path(uninterrupted.trainer.args.output_dir) / "checkpoint-6", tmp_path / "checkpoint-6")
     rest = train(tmp_path, **SCRIPT, resume=True)
-    later = [call for call in whole.calls if call.step > 6 or (call.step == 6 and call.training)]
+    later = [call for call in uninterrupted.calls if call.step > 6 or (call.step == 6 and call.training)]
     assert [call.keys for call in rest.calls] == [call.keys for call in later]
     assert rest.calls[0].reused > 0, "the checkpoint holds what to draft from"
 
@@ -355,13 +305,6 @@ def test_control_forgotten_visits_repeat_noise(accumulated, tmp_path):
     assert repeated(accumulated, train(tmp_path, **ACCUMULATED, max_steps=3, resume=checkpoint)) > 0
 
 
-@pytest.mark.slow
-def test_visits_of_evaluation_are_kept_apart(whole):
-    counts = visits_in(Path(whole.trainer.args.output_dir) / "checkpoint-6")
-    assert counts.keys() == {"rollout", "evaluation"}
-    assert list(counts["evaluation"].values()) == [2, 2], "evaluations before it"
-
-
 # TRL's behaviour -------------------------------------------------------------------------------------------------
 
 
@@ -379,7 +322,8 @@ def test_prompts_are_rendered_as_trl_does(tmp_path):
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("use_transformers_continuous_batching", True, "use_transformers_continuous_batching=True"),
+        ("use_transformers_continuous_batching", True, "Use use_transformers_continuous_batching=False"),
+        ("generation_kwargs", "{'top_p': 1}", "generation_kwargs=.*Use a dict"),
         ("cache_implementation", "static", "cache_implementation='static'.*Use cache_implementation=None"),
         ("generation_kwargs", {"no_repeat_ngram_size": 2}, r"generation_kwargs\.no_repeat_ngram_size=2.*Set it to 0"),
         ("generation_kwargs", {"temperature": 0.5}, r"generation_kwargs\.temperature=0\.5.*Set it to 1\.0"),
@@ -397,38 +341,14 @@ def test_options_of_trl_that_it_cannot_obey_are_refused(option, value, words, id
     refused(idle, words)
 
 
-@pytest.mark.parametrize(
-    ("mode", "near"),
-    [
-        ("colocate", "python -m specrl.train rollout.engine=vllm"),
-        ("server", "python -m specrl.train rollout.engine=vllm cluster.num_workers=1"),
-    ],
-)
-def test_vllm_of_trl_is_refused_before_there_is_a_trainer(mode, near, idle):
-    args = copy.copy(idle.args)
-    args.use_vllm, args.vllm_mode = True, mode
-    with pytest.raises(RolloutError) as error:
-        ReuseRollouts(args)
-    text = str(error.value)
-    assert f"use_vllm=True (vllm_mode={mode!r})" in text
-    assert text.endswith(f"Use use_vllm=False, or rollouts by vLLM: {near}")
-
-
-def test_arguments_given_first_are_checked_first(idle):
-    args = copy.copy(idle.args)
-    ReuseRollouts(args)
-    args.min_p = 0.5
-    with pytest.raises(RolloutError, match=r"min_p=0.5.*Use min_p=None"):
-        ReuseRollouts(args)
-
-
-@pytest.mark.parametrize("mode", ["colocate", "server"])
-def test_vllm_that_was_not_shown_is_refused_at_the_first_rollout(mode, idle, monkeypatch):
+@pytest.mark.parametrize(("mode", "near"), [("colocate", ""), ("server", " cluster.num_workers=1")])
+def test_arguments_are_checked_before_there_is_a_trainer_and_at_the_first_rollout(mode, near, idle, monkeypatch):
     reuse = ReuseRollouts(idle.args)
     monkeypatch.setattr(idle.args, "use_vllm", True)
     monkeypatch.setattr(idle.args, "vllm_mode", mode)
-    with pytest.raises(RolloutError, match=f"use_vllm=True .vllm_mode='{mode}'.*specrl.train rollout.engine=vllm"):
-        reuse([A], idle)
+    for refuse in (lambda: ReuseRollouts(idle.args), lambda: reuse([A], idle)):
+        with pytest.raises(RolloutError, match=f"use_vllm=True .*rollout.engine=vllm{near}$"):
+            refuse()
 
 
 class Processor(ProcessorMixin):
@@ -455,39 +375,23 @@ def test_what_takes_more_than_text_and_one_turn_is_refused(attribute, value, wor
     refused(idle, words)
 
 
-NOT_NEUTRAL = {
-    "bad_words_ids": [[3]],
-    "constraints": ["x"],
-    "exponential_decay_length_penalty": (1, 1.1),
-    "force_words_ids": [[3]],
-    "remove_invalid_values": True,
-    "sequence_bias": {(3,): 1.0},
-    "stop_strings": ["x"],
-    "suppress_tokens": [3],
-    "token_healing": True,
-    "watermarking_config": {"bias": 1.0},
-}
-
-
-def test_every_entry_of_a_generation_config_is_known():
-    """If a later version of transformers adds an entry, this test fails. The entry is rejected until it is handled."""
-    entries = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    ours = [set(NEUTRAL), set(WITHOUT_EFFECT), {*OF_ARGS, "do_sample"}]
-    assert entries == set().union(*ours)
-    assert sum(map(len, ours)) == len(entries), "none is in two"
-    values = [value for values in NEUTRAL.values() for value in values]
-    assert all(value in (None, 0, 1, [], {}) for value in values), "a neutral value is none, nothing, zero or one"
-
-
-@pytest.mark.parametrize("name", sorted({*NEUTRAL, "not_known_yet"} - {"eos_token_id"}))
-def test_what_a_model_would_have_trl_sample_otherwise_is_refused(name, idle, monkeypatch):
-    given, first = NOT_NEUTRAL.get(name, 3), NEUTRAL.get(name, (None,))[0]
+@pytest.mark.parametrize(
+    ("name", "value", "neutral"),
+    [
+        ("num_beams", 3, 1),
+        ("no_repeat_ngram_size", 3, 0),
+        ("repetition_penalty", 1.1, 1.0),
+        ("forced_eos_token_id", 0, None),
+        ("stop_strings", ["x"], None),
+        ("not_known_yet", 3, None),
+    ],
+)
+def test_a_generation_config_by_which_trl_would_sample_otherwise_is_refused(name, value, neutral, idle, monkeypatch):
     monkeypatch.setattr(idle.generation_config, name, None, raising=False)
-    monkeypatch.setattr(idle.model.generation_config, name, given, raising=False)
-    refused(idle, rf"model\.generation_config\.{name}={re.escape(repr(given))}.*Set it to {first!r}$")
-    for neutral in (None, *NEUTRAL.get(name, ())):
-        setattr(idle.model.generation_config, name, neutral)
-        assert ReuseRollouts(idle.args)([A], idle)["completion_ids"]
+    monkeypatch.setattr(idle.model.generation_config, name, value, raising=False)
+    refused(idle, rf"model\.generation_config\.{name}={re.escape(repr(value))}.*Set it to {neutral!r}$")
+    setattr(idle.model.generation_config, name, neutral)
+    assert ReuseRollouts(idle.args)([A], idle)["completion_ids"]
 
 
 def test_what_trl_sets_itself_is_not_inherited(idle, monkeypatch):
@@ -495,8 +399,6 @@ def test_what_trl_sets_itself_is_not_inherited(idle, monkeypatch):
     for name, value in {"repetition_penalty": 1.1, "top_k": 20, "top_p": 0.8, "temperature": 0.7}.items():
         monkeypatch.setattr(idle.model.generation_config, name, value)
     assert ReuseRollouts(idle.args)([A], idle)["completion_ids"]
-    monkeypatch.setattr(idle.generation_config, "repetition_penalty", None)
-    refused(idle, r"model\.generation_config\.repetition_penalty=1\.1")
 
 
 def test_a_generation_config_of_the_trainer_that_was_changed_is_refused(idle, monkeypatch):
@@ -516,19 +418,19 @@ def refused(trainer, words: str) -> None:
 
 
 def test_control_values_that_ask_for_nothing_are_taken(idle, monkeypatch):
-    nothing = {"num_beams": 1, "use_cache": False, "temperature": idle.args.temperature, "suppress_tokens": []}
+    nothing = {"num_beams": 1, "use_cache": False, "temperature": idle.args.temperature, "suppress_tokens": None}
     for name, value in {"min_p": 0.0, "generation_kwargs": nothing, "repetition_penalty": 1.0}.items():
         monkeypatch.setattr(idle.args, name, value)
     assert len(ReuseRollouts(idle.args)([A], idle)["completion_ids"]) == 1
 
 
 @pytest.mark.slow
-def test_each_trainer_has_its_own(idle, whole):
+def test_each_trainer_has_its_own(idle, uninterrupted):
     with pytest.raises(RolloutError, match="give each one its own"):
-        whole.reuse([A], idle)
+        uninterrupted.reuse([A], idle)
 
 
-def test_what_it_cannot_do_is_said(idle):
+def test_unsupported_options_of_reuse_are_refused(idle):
     lossy = [RolloutConfig(acceptance=rule) for rule in ("lenient", "judged", "routed")]
     started = RolloutConfig(cache=CacheConfig(start_from="elsewhere"))
     for config in (RolloutConfig(engine="vllm"), *lossy, started):

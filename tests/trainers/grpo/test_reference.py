@@ -45,10 +45,10 @@ A, B, C = ([5, 6, 7, 8], [9, 10, 11]), ([6, 7], [9, 10, 11]), ([5, 6, 7, 8], [9,
 def test_new_rows_are_computed_and_known_rows_kept(policy, alone):
     reference = ReferenceLogProbs(alone=alone)
     ids, mask = padded(A, B, C)
-    whole = policy(ids, mask, KEEP) * mask[:, -KEEP:]
+    expected_rows = policy(ids, mask, KEEP) * mask[:, -KEEP:]
     policy.passes = policy.rows = 0
     first, reused = reference(ids, mask, KEEP, policy)
-    torch.testing.assert_close(first, whole, rtol=0, atol=1e-5)
+    torch.testing.assert_close(first, expected_rows, rtol=0, atol=1e-5)
     assert (reused, policy.passes, policy.rows) == (0, 3 if alone else 1, 3)
     again, reused = reference(*padded(C, A), KEEP, policy)
     assert torch.equal(again, first[[2, 0]])
@@ -57,13 +57,13 @@ def test_new_rows_are_computed_and_known_rows_kept(policy, alone):
 
 def test_a_row_alone_has_the_same_bits_in_any_batch(policy):
     batches = [(A, B, C), (C, B), (B,), (B, ([1] * 9, [2] * 6), A)]
-    found = {}
+    rows_of = {}
     for texts in batches:
         out, _ = ReferenceLogProbs(alone=True)(*padded(*texts), KEEP, policy)
         for (prompt, response), row in zip(texts, out, strict=True):
-            found.setdefault((*prompt, -1, *response), []).append(row[: len(response)])
-    assert len(found) == 4
-    assert all(torch.equal(rows[0], row) for rows in found.values() for row in rows)
+            rows_of.setdefault((*prompt, -1, *response), []).append(row[: len(response)])
+    assert len(rows_of) == 4
+    assert all(torch.equal(rows[0], row) for rows in rows_of.values() for row in rows)
 
 
 def test_control_a_key_without_the_prompt_or_the_border_is_seen(policy, monkeypatch):
@@ -82,7 +82,7 @@ def test_control_a_key_without_the_prompt_or_the_border_is_seen(policy, monkeypa
     assert wrong(lambda data: data[:-8]) == [False, False, True]
 
 
-def test_a_response_that_is_masked_whole(policy):
+def test_a_response_that_is_fully_masked(policy):
     ids, mask = padded(A, B)
     mask[0, -KEEP:] = 0
     out, _ = ReferenceLogProbs(alone=True)(ids, mask, KEEP, policy)

@@ -35,34 +35,34 @@ def build(model, separate=False, valued=True, temperature=0.7):
 
 
 def test_rows_as_tensors():
-    found = responses()
-    assert found.ids.tolist() == [
+    batch = responses()
+    assert batch.ids.tolist() == [
         [5, 6, 7, 8, 12, 13, 0, 0],
         [0, 0, 9, 10, 14, 15, 16, 1],
         [0, 0, 0, 11, 0, 0, 0, 0],
     ]
-    assert found.attention.tolist() == [[1] * 6 + [0] * 2, [0] * 2 + [1] * 6, [0] * 3 + [1] + [0] * 4]
-    assert found.mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
-    assert found.rollout_logprobs.tolist() == [[-0.5, -0.5, 0, 0], [-0.5] * 4, [0] * 4]
-    pieces = list(found.split(2))
+    assert batch.attention.tolist() == [[1] * 6 + [0] * 2, [0] * 2 + [1] * 6, [0] * 3 + [1] + [0] * 4]
+    assert batch.mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]]
+    assert batch.rollout_logprobs.tolist() == [[-0.5, -0.5, 0, 0], [-0.5] * 4, [0] * 4]
+    pieces = list(batch.split(2))
     assert [len(piece.ids) for piece in pieces] == [2, 1]
-    assert found.select(slice(1, None, 2)).ids.tolist() == [found.ids[1].tolist()]
+    assert batch.select(slice(1, None, 2)).ids.tolist() == [batch.ids[1].tolist()]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 @pytest.mark.parametrize("separate", [False, True])
 def test_scores_are_those_of_each_row_alone(build_model, family, separate):
     model = build_model(family)
-    both, found = build(model, separate), responses()
-    outputs = both(found.ids, found.attention, found.length)
+    both, batch = build(model, separate), responses()
+    outputs = both(batch.ids, batch.attention, batch.length)
     for i in (0, 1):
         text = torch.tensor([[*ROWS[i].prompt, *DONE[i].tokens]])
         first, n = len(ROWS[i].prompt) - 1, len(DONE[i].tokens)
-        law = (model(text).logits[0, first:-1] / 0.7).log_softmax(-1)
+        distribution = (model(text).logits[0, first:-1] / 0.7).log_softmax(-1)
         hidden = model.base_model(text).last_hidden_state[0, first:-1]
-        want = law.gather(-1, text[0, first + 1 :, None])[:, 0]
+        want = distribution.gather(-1, text[0, first + 1 :, None])[:, 0]
         assert torch.allclose(outputs.logp[i, :n], want, atol=1e-4)
-        assert torch.allclose(outputs.entropy[i, :n], -(law.exp() * law).sum(-1), atol=1e-4)
+        assert torch.allclose(outputs.entropy[i, :n], -(distribution.exp() * distribution).sum(-1), atol=1e-4)
         assert torch.allclose(outputs.values[i, :n], both.value(hidden)[:, 0], atol=1e-4)
     late = both.value(model.base_model(text).last_hidden_state[0, first + 1 :])[:, 0]  # control: one token too late
     assert not torch.allclose(outputs.values[1], late, atol=1e-2)
@@ -70,7 +70,7 @@ def test_scores_are_those_of_each_row_alone(build_model, family, separate):
 
 def test_the_padding_token_does_not_matter(build_model):
     both, mask = build(build_model("llama")), responses().mask.bool()
-    zero, other = (both(found.ids, found.attention, 4) for found in (responses(0), responses(33)))
+    zero, other = (both(batch.ids, batch.attention, 4) for batch in (responses(0), responses(33)))
     assert torch.equal(zero.logp[mask], other.logp[mask])
     assert torch.equal(zero.values[mask], other.values[mask])
     seen = responses(33)
@@ -79,9 +79,9 @@ def test_the_padding_token_does_not_matter(build_model):
 
 
 def test_a_new_critic_knows_nothing_and_teaches_the_trunk_nothing(build_model):
-    model, found = build_model("llama"), responses()
+    model, batch = build_model("llama"), responses()
     both = ActorCritic(model, temperature=1.0, has_critic=True)
-    values = both(found.ids, found.attention, found.length).values
+    values = both(batch.ids, batch.attention, batch.length).values
     assert values.abs().max() == 0
     (values - 1).square().sum().backward()
     assert both.value.weight.grad.abs().max() > 0
@@ -89,20 +89,20 @@ def test_a_new_critic_knows_nothing_and_teaches_the_trunk_nothing(build_model):
 
 
 def test_a_separate_critic_leaves_the_policy_alone(build_model):
-    model, found = build_model("llama"), responses()
+    model, batch = build_model("llama"), responses()
     both = build(model, separate=True)
-    both(found.ids, found.attention, found.length).values.sum().backward()
+    both(batch.ids, batch.attention, batch.length).values.sum().backward()
     assert all(p.grad is None for p in model.parameters())
     assert all(p.grad is not None for p in both.trunk.parameters())
-    assert build(model, valued=False)(found.ids, found.attention, found.length).values is None
+    assert build(model, valued=False)(batch.ids, batch.attention, batch.length).values is None
 
 
 @pytest.mark.parametrize("separate", [False, True])
 def test_values_are_float32_under_autocast(build_model, separate):
-    both, found, states = build(build_model("llama"), separate), responses(), []
+    both, batch, states = build(build_model("llama"), separate), responses(), []
     both.value.register_forward_pre_hook(lambda _, given: states.append(given[0]))
     with torch.autocast("cpu", torch.bfloat16):
-        outputs = both(found.ids, found.attention, found.length)
+        outputs = both(batch.ids, batch.attention, batch.length)
         rounded = both.value(states[0])[..., 0]  # planted fault: autocast stays on
     want = torch.nn.functional.linear(states[0], both.value.weight, both.value.bias)[..., 0]
     assert outputs.values.dtype == torch.float32
@@ -115,16 +115,16 @@ def test_checkpointing_is_the_policys_and_the_critics(build_model, checkpointing
     """Layers that keep no activations are recomputed in the backward pass."""
     options = TrainerConfig(critic=CriticConfig(model="separate"), gradient_checkpointing=checkpointing)
     trained = build_models(build_model("llama"), options, 1.0, None).trained.train()
-    calls, found = Counter(), responses()
+    calls, batch = Counter(), responses()
     for name, trunk in (("policy", trained.policy.base_model), ("critic", trained.trunk)):
         trunk.layers[0].mlp.register_forward_pre_hook(lambda module, given, name=name: calls.update([name]))
-    outputs = trained(found.ids, found.attention, found.length)
+    outputs = trained(batch.ids, batch.attention, batch.length)
     (outputs.logp.sum() + outputs.values.sum()).backward()
     assert calls == dict.fromkeys(("policy", "critic"), 2 if checkpointing else 1)
 
 
 def test_entropy_has_a_gradient_only_when_it_is_wanted(build_model):
-    model, found = build_model("llama"), responses()
+    model, batch = build_model("llama"), responses()
     for wanted in (False, True):
         both = ActorCritic(model, temperature=1.0, entropy_gradient=wanted)
-        assert both(found.ids, found.attention, found.length).entropy.requires_grad == wanted
+        assert both(batch.ids, batch.attention, batch.length).entropy.requires_grad == wanted

@@ -127,16 +127,16 @@ def test_lenient_weights_are_folded_into_the_advantages(tmp_path):
 def test_a_policy_with_dropout_resumes_as_the_undisturbed_run(tmp_path):
     model = build_policy(tmp_path / "policy", attention_dropout=0.2)
     options = {"config": "ppo_math", "model": str(model), "trainer__epochs": 2, "rollout__max_new_tokens": 12}
-    whole = run(tmp_path, name="whole", **options)
+    uninterrupted = run(tmp_path, name="whole", **options)
     first = run(tmp_path, name="cut", trainer__max_steps=4, trainer__save_every=4, **options)
     torch.manual_seed(1)  # another process's initial weights
     rest = run(tmp_path, name="cut", resume="auto", trainer__save_every=4, **options)
-    assert differences(whole, first + rest) == []
+    assert differences(uninterrupted, first + rest) == []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.functional, "dropout", lambda x, p, training=True: x)
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", _without_dropout)
         still = run(tmp_path, name="still", **options)
-    assert "losses" in differences(whole, still), "control: dropout acts"
+    assert "losses" in differences(uninterrupted, still), "control: dropout acts"
 
 
 _ATTEND = torch.nn.functional.scaled_dot_product_attention

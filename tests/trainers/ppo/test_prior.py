@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from specrl.trainers.ppo.prior import Prior, PromptValues
+from specrl.trainers.ppo.prior import Prior
 
 
 @pytest.fixture
@@ -14,15 +14,22 @@ def new_prior():
     return lambda: Prior(Accelerator(cpu=True))
 
 
-def test_a_prompt_is_worth_what_its_earlier_responses_earned():
-    prompts = PromptValues()
-    assert prompts.of(["a", "b"]) == [0.0, 0.0], "nothing is known"
-    prompts.learn([("a", 1.0), ("a", 1.0), ("b", 0.5)])
-    assert prompts.of(["a", "b"]) == pytest.approx([(2 * 0 + 2) / 4, (2 * 0 + 0.5) / 3])
+def earn(prior, *returns):
+    """A rollout of responses of one token: (prompt, return) of each."""
+    prompts, values = zip(*returns, strict=True)
+    mask = torch.ones(len(returns), 1)
+    prior.learn(prompts, -mask, torch.tensor(values)[:, None], mask)
+
+
+def test_a_prompt_is_worth_what_its_earlier_responses_earned(new_prior):
+    prior = new_prior()
+    assert prior.prompt_values(["a", "b"]) == [0.0, 0.0], "nothing is known"
+    earn(prior, ("a", 1.0), ("a", 1.0), ("b", 0.5))
+    assert prior.prompt_values(["a", "b"]) == pytest.approx([(2 * 0 + 2) / 4, (2 * 0 + 0.5) / 3])
     mean = (0.5 + 0.5 / 3) / 2
-    assert prompts.of(["new"]) == pytest.approx([mean])
-    prompts.learn([("a", 0.0), ("new", 1.0)])
-    assert prompts.of(["a", "new"]) == pytest.approx([2 * 0.5 / 3, (2 * mean + 1) / 3])
+    assert prior.prompt_values(["new"]) == pytest.approx([mean])
+    earn(prior, ("a", 0.0), ("new", 1.0))
+    assert prior.prompt_values(["a", "new"]) == pytest.approx([2 * 0.5 / 3, (2 * mean + 1) / 3])
 
 
 def rollout(random, rows=32, length=6):
@@ -37,7 +44,7 @@ def rollout(random, rows=32, length=6):
 
 def test_features_by_hand(new_prior):
     prior = new_prior()
-    prior.prompts.learn([("a", 1.0), ("a", 1.0)])
+    prior.restore(prior.state() | {"prompts": {"a": 0.5}})
     response = ["a"], torch.tensor([[-0.5, -2.0, -0.25]]), torch.tensor([[1.0, 1.0, 0.0]])
     least = torch.tensor([0.0, -0.5, -2.0], dtype=torch.float64).exp()
     expected = torch.tensor([[1, 0.5, 0, 1], [1, 0.5, -0.5, 1], [1, 0.5, -2.5, 1]], dtype=torch.float64)
@@ -67,7 +74,7 @@ def test_a_response_counts_once_however_long_it_is_and_padding_not_at_all(new_pr
     assert torch.equal(short.values(prompts, logp, mask), padded.values(prompts, logp, mask))
 
 
-def test_it_goes_on_from_what_was_saved(new_prior):
+def test_it_resumes_from_its_saved_state(new_prior):
     random = torch.Generator().manual_seed(2)
     prior, resumed = new_prior(), new_prior()
     prompts, logp, returns, mask = rollout(random)

@@ -12,7 +12,7 @@ from vllm.platforms.cpu import CpuPlatform
 from specrl.drafter import shortened
 from specrl.rollout.engines.vllm import sampler, worker
 from specrl.rollout.types import RolloutError
-from specrl.trainers.weights import PolicyWeights, Together
+from specrl.trainers.weights import PolicyWeights
 from tests.rollout.engines.vllm import test_vllm
 from tests.rollout.engines.vllm.test_updates import linked  # noqa: F401
 from tests.rollout.engines.vllm.test_vllm import (  # noqa: F401
@@ -143,19 +143,19 @@ def test_a_draft_model_follows_the_updates(engine_of, some, drafters):
     far = acceptance(engine, cases, want)
     engine.update_weights(PolicyWeights(model), 1, probe_of(model))
     assert acceptance(engine, cases, want) == far, "an update without its weights leaves it as it was"
-    engine.update_weights(Together(PolicyWeights(model), PolicyWeights(model)), 2, probe_of(model))
+    engine.update_weights(PolicyWeights(model, drafter=model), 2, probe_of(model))
     assert far < 0.5 < 0.9 < acceptance(engine, cases, want)
     near = moved(model, 3, 0.1)
-    engine.update_weights(Together(PolicyWeights(model), PolicyWeights(near)), 3, probe_of(model))
+    engine.update_weights(PolicyWeights(model, drafter=near), 3, probe_of(model))
     assert 0.25 < acceptance(engine, cases, want) < 0.9
     lost = moved(model, 3, 5.0)
-    engine.update_weights(Together(PolicyWeights(model), PolicyWeights(lost)), 4, probe_of(model))
+    engine.update_weights(PolicyWeights(model, drafter=lost), 4, probe_of(model))
     assert acceptance(engine, cases, want) < 0.25
-    short = dict(Together(PolicyWeights(model), PolicyWeights(model)))
+    short = dict(PolicyWeights(model, drafter=model))
     del short["drafter.model.norm.weight"]
     with pytest.raises(RolloutError, match=r"lacks 1 of the model's weights, such as 'drafter.model.norm.weight'"):
         engine.update_weights(short.items(), 5, probe_of(model))
-    engine.update_weights(Together(PolicyWeights(model), PolicyWeights(model)), 5, probe_of(model))
+    engine.update_weights(PolicyWeights(model, drafter=model), 5, probe_of(model))
     assert acceptance(engine, cases, want) > 0.9, "a failed update leaves nothing behind"
 
 
@@ -171,7 +171,7 @@ def test_a_draft_model_follows_over_a_link_between_gpus(linked, some):  # noqa: 
     cases, want = some()
     delivery, started, engine, model, listener = linked
     assert acceptance(engine, cases, want) < 0.5
-    delivery.take(Together(PolicyWeights(model), PolicyWeights(model)))
+    delivery.take(PolicyWeights(model, drafter=model))
     delivery.choose(started)
     delivery.send(1, probe_of(model))
     assert acceptance(engine, cases, want) > 0.9

@@ -15,7 +15,7 @@ from specrl.rollout.engines.local.head import Head
 from specrl.rollout.engines.vllm import sampler, worker
 from specrl.rollout.engines.vllm.weights import WeightCheck
 from specrl.rollout.types import RolloutError
-from specrl.trainers.weights import PolicyWeights, Together
+from specrl.trainers.weights import PolicyWeights
 from tests.rollout.engines.local.test_head import LENGTH, by_hand
 from tests.rollout.engines.vllm import test_vllm
 from tests.rollout.engines.vllm.device_cases import acceptance, engine_of  # noqa: F401
@@ -102,22 +102,22 @@ def test_it_follows_the_updates(engine_of, case, heads, guesses):  # noqa: F811
     good, stale = acceptance(engine, cases, want), Head.load(heads, policy)
     with torch.no_grad():
         stale.fc.weight.zero_()
-    engine.update_weights(Together(PolicyWeights(policy), PolicyWeights(stale)), 1, probe_of(policy))
+    engine.update_weights(PolicyWeights(policy, drafter=stale), 1, probe_of(policy))
     assert acceptance(engine, cases, want) < 0.6 * good
     new = moved(policy, 1)
     done, _ = TransformersEngine(new, SamplingParams(EOS_IDS)).generate(requests_of(cases))
     after = [(c.tokens, c.logprobs, c.finish) for c in done]
-    for version, given in enumerate((Together(PolicyWeights(new), PolicyWeights(head)), PolicyWeights(new)), 2):
+    for version, given in enumerate((PolicyWeights(new, drafter=head), PolicyWeights(new)), 2):
         guesses.clear()
         engine.update_weights(given, version, probe_of(new))
         acceptance(engine, cases, after)
         others, drafts = strange(guesses, new, Head.load(heads, new), cases, after)
         assert others == 0 < drafts
-    short = dict(Together(PolicyWeights(policy), PolicyWeights(head)))
+    short = dict(PolicyWeights(policy, drafter=head))
     del short["drafter.fc.weight"]
     with pytest.raises(RolloutError, match=r"lacks 1 of the model's weights, such as 'drafter.fc.weight'"):
         engine.update_weights(short.items(), 4, probe_of(policy))
-    engine.update_weights(Together(PolicyWeights(policy), PolicyWeights(head)), 4, probe_of(policy))
+    engine.update_weights(PolicyWeights(policy, drafter=head), 4, probe_of(policy))
     assert acceptance(engine, cases, want) == good
 
 

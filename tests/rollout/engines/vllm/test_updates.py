@@ -21,7 +21,7 @@ from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.transfer import Meta
 from specrl.rollout.types import RolloutError
-from specrl.trainers.weights import PolicyWeights, Together
+from specrl.trainers.weights import PolicyWeights
 from tests.rollout.engines.vllm.test_vllm import (  # noqa: F401 - fixtures
     EOS_IDS,
     TEXT,
@@ -371,7 +371,7 @@ def test_a_draft_model_that_no_update_brings_is_kept_asleep(saved, drafts):
     updates.sleep()
     assert llm.levels == [1 if drafts else 2]
     if drafts:
-        updates.update(Together(PolicyWeights(model), PolicyWeights(model)), 2, None)
+        updates.update(PolicyWeights(model, drafter=model), 2, None)
         updates.sleep()
         assert llm.levels == [1, 2]
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from accelerate import Accelerator, DistributedType
+from accelerate import DistributedType
 
 from specrl.config.schema import Config
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.head import load_drafter
 from specrl.rollout.types import RolloutError
 from specrl.run.policy import engine_spec
-from specrl.trainers.companions import Companion
 from specrl.trainers.cotraining.alarm import DrafterAlarm
-from specrl.trainers.cotraining.trainer import DrafterTrainer
-from specrl.trainers.rollouts import Rollouts
+from specrl.trainers.cotraining.trainer import DrafterTrainer, TrainDrafter
+
+if TYPE_CHECKING:
+    from specrl.trainers.grpo.trainer import GRPOTrainerWithReuse
+    from specrl.trainers.ppo.trainer import PPOTrainer
 
 
-def companions(config: Config, rollouts: Rollouts, accelerator: Accelerator) -> dict[str, Companion]:
-    """The drafter's alarm and, if it is trained, its trainer, by name.
+def watch_drafter(config: Config, trainer: GRPOTrainerWithReuse | PPOTrainer) -> None:
+    """Adds the drafter's alarm and, if it is trained, its trainer.
 
     The transformers engine drafts with the very model that is trained. Any other engine drafts with a copy, whose
     weights are updated together with the policy's.
@@ -26,11 +29,13 @@ def companions(config: Config, rollouts: Rollouts, accelerator: Accelerator) -> 
     Raises:
         RolloutError: the drafter cannot be trained.
     """
+    rollouts = trainer.rollouts
+    accelerator = trainer.accelerator
     drafting = getattr(rollouts.engine, "drafting", None)
     shared = getattr(drafting, "model", None)
-    alarm = DrafterAlarm(lambda: shared.dropped) if shared else DrafterAlarm()
+    rollouts.drafter_alarm = DrafterAlarm(lambda: shared.dropped) if shared else DrafterAlarm()
     if not config.trainer.drafter.train:
-        return {"alarm": alarm}
+        return
     if accelerator.distributed_type == DistributedType.FSDP:
         raise RolloutError(
             "trainer.drafter.train=true needs the policy's whole output layer in the first process, and FSDP shards "
@@ -44,5 +49,7 @@ def companions(config: Config, rollouts: Rollouts, accelerator: Accelerator) -> 
     options = config.rollout
     sampling = SamplingParams(frozenset(), options.temperature, options.top_k, options.top_p)
     rank = accelerator.process_index if accelerator.num_processes > 1 else None
-    trainer = DrafterTrainer(drafter, rollouts.policy, config.trainer.drafter, sampling, seed=config.seed, rank=rank)
-    return {"alarm": alarm, "drafter": trainer}
+    rollouts.drafter_trainer = DrafterTrainer(
+        drafter, rollouts.policy, config.trainer.drafter, sampling, seed=config.seed, rank=rank
+    )
+    trainer.add_callback(TrainDrafter(rollouts.drafter_trainer, trainer.note))
