@@ -62,7 +62,7 @@ def _entry_points() -> dict[str, str]:
     """The modules of specrl that can be run, with the first line of their docstrings."""
     package = Path(__file__).parents[1]
     programs = {}
-    for path in (*package.glob("*.py"), package / "bench" / "__main__.py"):
+    for path in (*package.glob("[!_]*.py"), package / "bench" / "__main__.py"):
         text = path.read_text(encoding="utf-8")
         if "\nif __name__ ==" in text:
             name = path.parent.name if path.stem == "__main__" else path.stem

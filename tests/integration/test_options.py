@@ -44,7 +44,8 @@ CONFIGS = {  # what is not as packaged, besides SMALL
         "rollout.routed.path": "{arbitrage lines}",
     },
     "dapo_math": {"trainer.overlong_buffer": 4},
-    "grpo_gsm8k": HERE,  # no GPU, no downloads
+    "grpo": HERE | {"dataset.train_split": "train", "dataset.test_split": "test"},  # no GPU, no downloads
+    "grpo_gsm8k": HERE,
     "grpo_math": {},
     "grpo_math_vllm": {"rollout.engine": "transformers"},  # with vLLM: test_vllm.py
     "judge_math": {

@@ -1,10 +1,12 @@
 """The console script runs the commands, and names the nearest one for a typing error."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 from specrl.__main__ import COMMANDS
+from specrl.config.load import load
 
 
 def specrl(*words, cwd=None):
@@ -34,4 +36,6 @@ def test_every_command_is_listed():
     folder = Path(__file__).parents[2] / "specrl"
     modules = {file.stem for file in folder.glob("*.py") if '__name__ == "__main__"' in file.read_text()}
     packages = {file.parent.name for file in folder.glob("*/__main__.py")}
-    assert (modules | packages) - {"__main__", "config"} == set(COMMANDS)
+    assert (modules | packages) - {"__main__"} == set(COMMANDS)
+    listed = re.findall(r"^python -m specrl\.(\w+) ", load(["help=true"]), re.MULTILINE)
+    assert set(listed) == set(COMMANDS), "help=true lists them too"

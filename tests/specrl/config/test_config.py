@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[3]
 SHIPPED = (
     "arbitrage_math",
     "dapo_math",
+    "grpo",
     "grpo_gsm8k",
     "grpo_math",
     "grpo_math_vllm",
@@ -207,7 +208,7 @@ def test_list_shows_names_and_first_comment_lines():
     write("configs/mine.yaml", "seed: 1\n")
     lines = load(["config=list"]).splitlines()
     assert [line.split()[0] for line in lines] == sorted([*SHIPPED, "mine"])
-    assert "GRPO on GSM8K" in lines[2]
+    assert "GRPO on GSM8K" in lines[SHIPPED.index("grpo_gsm8k")]
 
 
 @pytest.mark.parametrize("word", ["help=true", "--help", "-h"])
