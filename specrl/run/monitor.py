@@ -52,8 +52,8 @@ class Monitor:
         self.console = console or Console(highlight=False)
         self._recent: deque[float] = deque(maxlen=ETA_STEPS)
         self._torn = self._failed = self._paused = self._flipped = False
-        self._compares_groups, self._alike = compares_groups, 0
-        self._spared: set[str] = set()
+        self._compares_groups = compares_groups
+        self._alike = 0
         columns = (TextColumn("[bold]specrl"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("steps"))
         off = not self.console.is_terminal
         self._progress = Progress(*columns, console=self.console, transient=True, disable=off)
@@ -69,10 +69,10 @@ class Monitor:
         self._progress.start()
         self._progress.update(self._bar, completed=int(record["step"]))
         eta = self._eta(int(record["step"]))
-        self.note(step_line(record, self.total_steps, eta, self.console.width, self._spared))
-        if not self._flipped and (parted := flips([record])) and parted.count:
+        self.note(step_line(record, self.total_steps, eta, self.console.width))
+        if not self._flipped and (differing := flips([record])) and differing.count:
             self._flipped = True
-            self.note(f"Compared with plain decoding {parted.told()}. The report has the figure of all control steps.")
+            self.note(f"On this control step {differing.sentence()}. The report has the figure of all control steps.")
         ratio = number(record, "spec/paused_ratio")
         if ratio is not None and (ratio > PAUSED) != self._paused:
             self._paused = not self._paused
@@ -111,8 +111,8 @@ class Monitor:
             return
         records, bad = read_records(self.path)
         kept = [r for r in records if resumed_step is None or r["step"] <= resumed_step]
-        whole = self.path.read_bytes()[-1:] in (b"", b"\n")
-        if bad or not whole or len(kept) < len(records):
+        complete = self.path.read_bytes()[-1:] in (b"", b"\n")
+        if bad or not complete or len(kept) < len(records):
             write_durably(self.path, "".join(to_json(record) + "\n" for record in kept).encode())
         if bad:
             self.note(f"{self.path}: dropped {bad} unreadable line{'s' * (bad > 1)}.")
@@ -138,17 +138,8 @@ class Monitor:
         self.console.print(escape(line), highlight=False, soft_wrap=not self.console.is_terminal)
 
 
-def step_line(
-    record: Mapping[str, Any],
-    total_steps: int,
-    eta_s: float | None = None,
-    width: float = math.inf,
-    spared: set[str] | None = None,
-) -> str:
+def step_line(record: Mapping[str, Any], total_steps: int, eta_s: float | None = None, width: float = math.inf) -> str:
     """The console line of one step. Fields that are absent or NaN are omitted, as are those in SPARE beyond `width`.
-
-    `spared` holds the fields that were omitted because an earlier line was too wide, and is updated in place. Once
-    omitted, a field stays omitted, so that the columns do not change from line to line.
 
     Example: Step 42/300 | 18.2 s | reward 0.61 | gen 7.9 s (2.9x) | reused 71% | accept 0.83 | kl 0.004 | ETA 1h18
     """
@@ -167,11 +158,9 @@ def step_line(
     shown = {"step": f"Step {record['step']}/{total_steps}"}
     shown |= {key: show(value) for key, show in parts if (value := number(record, key)) is not None}
     shown |= {} if eta_s is None else {"eta": f"ETA {duration(eta_s)}"}
-    spared = set() if spared is None else spared
     for key in SPARE:
-        if key in shown and (key in spared or len(" | ".join(shown.values())) > width):
-            spared.add(key)
-            del shown[key]
+        if len(" | ".join(shown.values())) > width:
+            shown.pop(key, None)
     return " | ".join(shown.values())
 
 
@@ -191,14 +180,11 @@ def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
 
 def pause_line(record: Mapping[str, Any]) -> str:
     """A note on why most passes of a rollout skipped speculation although drafts were available."""
-    share, p, needed = (number(record, f"spec/paused_{name}") or 0.0 for name in ("ratio", "acceptance", "needed"))
-    price = f"stands with probability {p:.2f}, and pays from {needed:.2f} on at the measured cost of passes"
-    why = f"would have lost time. The next token {price}"
-    if p >= needed:
-        why = f"brought no more than plain passes when they were tried, asking included, though the next token {price}"
+    share, acceptance, needed = (record[f"spec/paused_{name}"] for name in ("ratio", "acceptance", "needed"))
     return (
-        f"Speculation pauses: for {share:.0%} of the rows' passes drafts were at hand and {why}. "
-        "Outputs are the same; it is probed now and then."
+        f"Speculation pauses: {share:.0%} of the rows' passes skipped their drafts, because passes with drafts did not "
+        f"save time. The next draft token would be accepted with probability {acceptance:.2f}; by the measured seconds of "
+        f"passes {needed:.2f} is needed. Tokens are the same, and drafts are tried again from time to time."
     )
 
 
@@ -208,9 +194,8 @@ def alike_line(record: Mapping[str, Any], responses: Path) -> str:
     return (
         f"Nothing is learned: in the last {ALIKE} rollouts all responses to a prompt had the same reward{mean}, so "
         f"every advantage is 0. {responses} has responses with their rewards: does the reward score them as you would? "
-        "Where they are cut, raise rollout.max_new_tokens; where they are alike, rollout.temperature; where all are "
-        "wrong or all are right, take easier or harder prompts, a larger rollout.group_size, or a reward with partial "
-        "credit."
+        "If they are cut, raise rollout.max_new_tokens; if they are alike, rollout.temperature; if all are wrong or "
+        "all are right, take easier or harder prompts, a larger rollout.group_size, or a reward with partial credit."
     )
 
 

@@ -66,18 +66,6 @@ def test_what_goes_first_on_a_narrow_console():
     assert step_line(FULL, 300, 4680, 10) == line
 
 
-def test_a_field_without_room_stays_away(tmp_path):
-    """A control step's line is longer: what it has no room for is missing from the lines after it too."""
-    console = Console(record=True, width=90, file=io.StringIO())
-    record = {key: value for key, value in FULL.items() if key not in ("kl", "perf/throughput", "spec/speedup")}
-    with Monitor(tmp_path, 128, console) as monitor:
-        for step in (42, 43, 44):
-            monitor.log(record | {"step": step} | ({"spec/speedup": 3.9} if step == 43 else {}))
-    shown = ["accept" in line for line in console.export_text().splitlines()]
-    assert shown == [True, False, False]
-    assert "accept" in step_line(record, 128, 4680, 90), "the control: alone it has room"
-
-
 def test_an_evaluation_fits_eighty_columns():
     found = {"eval/reward": 0.7578125, "eval/mean_length": 105.4, "eval/failed": 0}
     found |= {"eval/pass@1": 0.7578125, "eval/pass@2": 0.828, "eval/pass@4": 0.875}
@@ -135,7 +123,7 @@ def warned(tmp_path, shares, compares_groups=True, **more) -> list[int]:
         ([math.nan] * 9, []),
     ],
 )
-def test_rewards_without_any_spread_are_said_once_after_some_rollouts(tmp_path, shares, expected):
+def test_rewards_without_any_spread_are_noted_once_after_some_rollouts(tmp_path, shares, expected):
     assert warned(tmp_path, shares) == expected
 
 
@@ -244,7 +232,7 @@ def test_a_whole_last_line_without_newline_is_kept(tmp_path):
     assert steps_of(path) == [1, 2, 3]
 
 
-def test_a_full_disk_is_said_once_and_never_stops_the_run(tmp_path):
+def test_a_full_disk_is_noted_once_and_never_stops_the_run(tmp_path):
     console = text_console()
     monitor = Monitor(tmp_path, 9, console)
     monitor.path.mkdir()
@@ -277,7 +265,7 @@ def test_load_run_names_the_nearest_run(tmp_path):
         load_run(tmp_path / "grpo_math")
 
 
-def test_a_pause_is_said_once_with_its_reason_and_so_is_its_end(tmp_path):
+def test_a_pause_is_noted_once_with_its_figures_and_so_is_its_end(tmp_path):
     console = text_console()
     paused = {"spec/paused_ratio": 0.8, "spec/paused_acceptance": 0.12, "spec/paused_needed": 0.55}
     with Monitor(tmp_path, 9, console) as monitor:
@@ -287,23 +275,13 @@ def test_a_pause_is_said_once_with_its_reason_and_so_is_its_end(tmp_path):
         assert "resumed" not in console.file.getvalue()
         monitor.log({"step": 6, "spec/paused_ratio": 0.5})
         monitor.log({"step": 7, "spec/paused_ratio": 0.1})
-    said = console.file.getvalue()
-    assert "for 80% of the rows' passes" in said
-    assert "probability 0.12, and pays from 0.55 on" in said
-    assert said.count("resumed") == said.count("pauses") == 1
+    printed = console.file.getvalue()
+    assert "80% of the rows' passes" in printed
+    assert printed.count("0.12") == printed.count("0.55") == 1
+    assert printed.count("resumed") == printed.count("pauses") == 1
 
 
-def test_a_pause_that_the_costs_do_not_explain_says_what_was_tried(tmp_path):
-    console = text_console()
-    with Monitor(tmp_path, 9, console) as monitor:
-        paused = {"spec/paused_ratio": 0.8, "spec/paused_acceptance": 0.44, "spec/paused_needed": 0.26}
-        monitor.log({"step": 1, **paused})
-    said = " ".join(console.file.getvalue().split())
-    assert "brought no more than plain passes when they were tried" in said
-    assert "would have lost time" not in said
-
-
-def test_flips_are_said_once_and_none_are_not(tmp_path):
+def test_flips_are_noted_once(tmp_path):
     console = text_console()
     none = {"spec/control_mismatches": 0, "spec/compared_tokens": 500}
     some = {"spec/control_mismatches": 2, "spec/compared_tokens": 500, "spec/flip_position": 120.0}
@@ -312,6 +290,4 @@ def test_flips_are_said_once_and_none_are_not(tmp_path):
         assert "plain decoding" not in console.file.getvalue()
         for step in (2, 3):
             monitor.log({"step": step, **some})
-    said = " ".join(console.file.getvalue().split())
-    assert said.count("4 of 1,000 tokens come out otherwise than in plain decoding (2 rows") == 1
-    assert said.count("The law is unchanged.") == 1
+    assert " ".join(console.file.getvalue().split()).count("4 of 1,000 tokens differ") == 1
