@@ -30,12 +30,12 @@ class TrainRouterConfig(Config):
 
 
 def main(config: TrainRouterConfig) -> int:
+    from specrl.lossy.fit import split
     from specrl.lossy.pair import load_pair
-    from specrl.lossy.routing import StepValues, collect, revalued, train
+    from specrl.lossy.routing import StepValues, collect, train
     from specrl.reward.loading import load_rewards
     from specrl.rollout.lossy.pair import write_card
     from specrl.run.data import load_examples
-    from specrl.trainers.lossy.fit import split
 
     if not config.out:
         raise ConfigError("out is missing: the directory to write the router to, such as out=outputs/router")
@@ -50,10 +50,8 @@ def main(config: TrainRouterConfig) -> int:
     examples = load_examples(config.data, config.dataset, "train", config.seed)
     with closing(load_rewards(config.reward)) as rewards:
         values = StepValues(pair, rewards, config.continuations, config.seed)
-        others = StepValues(pair, rewards, config.continuations, config.seed + 1)
         learning, held_out = split(collect(pair, values, examples), 0.2, config.seed)
-        again = revalued(held_out, values, others)
-    weights, report = train(learning, held_out, again, config)
+    weights, report = train(learning, held_out, config)
     separators = config.rollout.routed.step_separators
     card = {"separators": separators, "weights": weights, "report": report}
     write_card(config.out, {"kind": "arbitrage", **pair.fingerprints(), **card})

@@ -46,8 +46,11 @@ def main(config: PairConfig) -> int:
     flips = Flips(differing, sum(case.compared_tokens for case in cases), before / max(1, differing))
     tables.note(console, f"compared token for token: {flips.sentence(rollout_dtype(config))}")
     if config.out:
-        result = {"options": asdict(config), "device": device_name(bench.model.device)}
-        result["cases"] = [asdict(case) for case in cases]
+        result = {
+            "options": asdict(config),
+            "device": device_name(bench.model.device),
+            "cases": [asdict(case) for case in cases],
+        }
         Path(config.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
 

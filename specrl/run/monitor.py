@@ -183,8 +183,8 @@ def pause_line(record: Mapping[str, Any]) -> str:
     share, acceptance, needed = (record[f"spec/paused_{name}"] for name in ("ratio", "acceptance", "needed"))
     return (
         f"Speculation pauses: {share:.0%} of the rows' passes skipped their drafts, because passes with drafts did not "
-        f"save time. The next draft token would be accepted with probability {acceptance:.2f}; by the measured seconds of "
-        f"passes {needed:.2f} is needed. Tokens are the same, and drafts are tried again from time to time."
+        f"save time. The next draft token would be accepted with probability {acceptance:.2f}; by the measured seconds "
+        f"of passes {needed:.2f} is needed. Tokens are the same, and drafts are tried again from time to time."
     )
 
 

@@ -12,18 +12,17 @@ from specrl.evaluate import EvaluateConfig
 from specrl.evaluate import main as evaluate
 from specrl.generate import GenerateConfig
 from specrl.generate import main as generate
+from specrl.lossy.fit import Record, curve
 from specrl.lossy.pair import load_pair
-from specrl.lossy.routing import StepValues, advantage, collect, prefix, revalued
+from specrl.lossy.routing import StepValues, advantage, collect, prefix
 from specrl.reward.set import RewardSet
 from specrl.rollout.keys import derive_key
-from specrl.rollout.lossy.router import by_advantage, decide
-from specrl.rollout.lossy.steps import Candidate, Step
+from specrl.rollout.lossy.router import Candidate, Step, by_advantage, decide
 from specrl.rollout.types import Request
 from specrl.run.data import load_examples
 from specrl.run.prompts import seen
 from specrl.train_router import TrainRouterConfig
 from specrl.train_router import main as train_router
-from specrl.trainers.lossy.fit import Record, curve
 from tests import runs
 
 pytestmark = pytest.mark.slow  # commands on a pair of models
@@ -117,15 +116,6 @@ def test_the_oracle_never_escalates_without_an_advantage(pair, examples, rewards
     assert any(gain <= 0 for gain in gains)
 
 
-def test_equal_steps_have_no_advantage(pair, examples, rewards):
-    same = [
-        Candidate(c.row, c.prompt, [], c.step, Step("policy", c.step.tokens, end="separator"))
-        for c in candidates(pair, examples)
-    ]
-    gains = advantage(pair, StepValues(pair, rewards, 2, 0), examples)(same)
-    assert all(gain == 0 or math.isnan(gain) for gain in gains)
-
-
 @pytest.fixture(scope="module")
 def values(pair, rewards):
     return StepValues(pair, rewards, 2, seed=0)
@@ -151,14 +141,6 @@ def test_the_router_is_trained_on_what_it_will_read(collected):
     assert all(r.features[0] > 0 for r in collected)
     assert all(r.features[1] == 0 for r in collected if len(r.before) == first)
     assert any(r.features[1] > 0 for r in collected)
-
-
-def test_valuing_again_with_the_same_noise_gives_the_same_and_with_other_noise_does_not(
-    pair, rewards, values, collected
-):
-    first = [r.advantage for r in collected]
-    assert revalued(collected, values, StepValues(pair, rewards, 2, seed=0)) == pytest.approx(first)
-    assert revalued(collected, values, StepValues(pair, rewards, 2, seed=1)) != pytest.approx(first)
 
 
 def test_the_curve_of_a_budget_by_hand():

@@ -43,31 +43,17 @@ def logistic(
     return weights.detach(), bias.detach()
 
 
-def ranks(values: Sequence[float]) -> Tensor:
-    """Rank of each value, from 0 [N] float64; equal values share their mean rank."""
-    column = torch.tensor(values, dtype=torch.float64)
-    order = column.sort().values
-    return (torch.searchsorted(order, column) + torch.searchsorted(order, column, right=True) - 1).double() / 2
-
-
-def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation of two sequences; 0 if one of them is constant."""
-    x = ranks(a)
-    y = ranks(b)
-    x = x - x.mean()
-    y = y - y.mean()
-    scale = (x.norm() * y.norm()).item()
-    return (x @ y).item() / scale if scale else 0.0
-
-
 def roc_auc(scores: Sequence[float], labels: Sequence[bool]) -> float:
     """Probability that a positive scores above a negative, ties counting half; NaN without both classes."""
+    column = torch.tensor(scores, dtype=torch.float64)
+    order = column.sort().values
+    ranks = (torch.searchsorted(order, column) + torch.searchsorted(order, column, right=True) - 1).double() / 2
     positive = torch.tensor(labels, dtype=torch.bool)
     n = int(positive.sum())
     others = len(labels) - n
     if not n or not others:
         return math.nan
-    return (ranks(scores)[positive].sum().item() - n * (n - 1) / 2) / (n * others)
+    return (ranks[positive].sum().item() - n * (n - 1) / 2) / (n * others)
 
 
 # Judges --------------------------------------------------------------------------------------------------------------

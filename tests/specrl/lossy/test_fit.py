@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from specrl.trainers.lossy.fit import (
+from specrl.lossy.fit import (
     Labels,
     Record,
     accuracy_by_class,
@@ -13,7 +13,6 @@ from specrl.trainers.lossy.fit import (
     fit_judge,
     logistic,
     roc_auc,
-    spearman,
     split,
     threshold_for_recall,
 )
@@ -83,19 +82,6 @@ def test_no_problem_is_learned_from_and_judged_by():
     assert len({r.problem for r in held}) == 5
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "want"),
-    [
-        ([1, 2, 3], [10, 20, 90], 1.0),
-        ([1, 2, 3], [3, 2, 1], -1.0),
-        ([1, 2, 2, 4], [1, 2, 3, 4], 0.9486832980505138),  # ranks 0, 1.5, 1.5, 3 against 0..3
-        ([1, 1, 1], [1, 2, 3], 0.0),
-    ],
-)
-def test_spearman_by_hand(a, b, want):
-    assert spearman(a, b) == pytest.approx(want)
-
-
 def test_accuracy_by_class_by_hand():
     assert accuracy_by_class([0.9, 0.4, 0.6, 0.1], [1, 1, 0, -1], 0.5) == (0.5, 0.5)
 
@@ -105,7 +91,7 @@ def fitted(inputs, targets):
     return [*weights.tolist(), bias.item()]
 
 
-def test_logistic_regression_finds_the_law_that_drew_the_targets():
+def test_logistic_regression_finds_the_distribution_of_the_targets():
     rng = random.Random(0)
     inputs = [(rng.gauss(0, 1), rng.gauss(0, 1)) for _ in range(4000)]
     odds = [2 * a - b - 0.5 for a, b in inputs]
