@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +21,7 @@ from specrl.rollout.sections import doc
 
 @dataclass
 class TrainRouterConfig(Config):
-    out: str = doc("", "directory for the router, the steps visited and the report")
+    out: str = doc("", "directory for the router and its report")
     continuations: int = doc(8, "responses finished from a step to find its value")
 
     @property
@@ -52,11 +52,8 @@ def main(config: TrainRouterConfig) -> int:
         values = StepValues(pair, rewards, config.continuations, config.seed)
         learning, held_out = split(collect(pair, values, examples), 0.2, config.seed)
     weights, report = train(learning, held_out, config)
-    separators = config.rollout.routed.step_separators
-    card = {"separators": separators, "weights": weights, "report": report}
+    card = {"separators": config.rollout.routed.step_separators, "weights": weights, "report": report}
     write_card(config.out, {"kind": "arbitrage", **pair.fingerprints(), **card})
-    lines = [json.dumps(asdict(record)) + "\n" for record in (*learning, *held_out)]
-    (Path(config.out) / "steps.jsonl").write_text("".join(lines), encoding="utf-8")
     print(json.dumps(report, indent=2))
     return 0
 
