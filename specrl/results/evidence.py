@@ -44,8 +44,6 @@ class Evidence:
     title: str
     rows: list[Saving]
     claims: list[str]
-    caveat: str = ""
-    """Other differences between the two runs that can change the seconds, as it is in the claims."""
 
     def shown(self) -> list[Saving]:
         """The rows without phases whose seconds round to 0."""
@@ -55,7 +53,7 @@ class Evidence:
         """The content for report.json."""
         keys = ("phase", "plain_s", "specrl_s", "saved_s", "share")
         rows = [{key: getattr(row, key) for key in keys} | {"speedup": numbers(row.speedup)} for row in self.rows]
-        return {"title": self.title, "claims": self.claims, "caveat": self.caveat, "savings": rows}
+        return {"title": self.title, "claims": self.claims, "savings": rows}
 
 
 def numbers(speedup: Speedup | None) -> dict | None:
@@ -71,7 +69,7 @@ def claims(rows: Sequence[Saving], caveat: str = "") -> list[str]:
 
 
 def on_control_steps(steps: Sequence[dict]) -> Evidence | None:
-    """The savings on a run's own control steps; None without any."""
+    """The savings on the control steps of a run; None without any."""
     rows = measured(steps)
     if not rows:
         return None
@@ -104,7 +102,7 @@ def against_baseline(run: RunRecords, baseline: RunRecords) -> tuple[Evidence | 
     caveat = f", perhaps not by speculation alone ({', '.join(differing)})" if differing else ""
     rows = paired(run.steps, baseline.steps)
     title = f"Paired with {baseline.path}, {counted(len(records), 'step')}"
-    return Evidence(title, rows, claims(rows, caveat), caveat), notes
+    return Evidence(title, rows, claims(rows, caveat)), notes
 
 
 def _refusals(run: RunRecords, baseline: RunRecords, pairs: int) -> Iterator[str]:
@@ -130,16 +128,16 @@ def other_machine(run: RunRecords, baseline: RunRecords) -> list[str]:
 
 def _differing(run: RunRecords, baseline: RunRecords) -> list[str]:
     """Other differences that can change the seconds, as `key: baseline -> run`."""
-    found = ["settings unknown"]
+    differing = ["settings unknown"]
     if run.config and baseline.config:
         changes = differences(baseline.config, run.config)
-        found = [str(c) for c in changes if c.key != "name" and (c.matters or not MAY_DIFFER.fullmatch(c.key))]
+        differing = [str(c) for c in changes if c.key != "name" and (c.matters or not MAY_DIFFER.fullmatch(c.key))]
     if run.machine is None or baseline.machine is None:
-        return [*found, "machine unknown"]
+        return [*differing, "machine unknown"]
     here = run.machine["versions"]
     there = baseline.machine["versions"]
     changed = [name for name in VERSIONS if there.get(name) != here.get(name)]
-    return found + [f"{name}: {there.get(name)} -> {here.get(name)}" for name in changed]
+    return differing + [f"{name}: {there.get(name)} -> {here.get(name)}" for name in changed]
 
 
 def _length_gap(records: Sequence[dict], plain_records: Sequence[dict]) -> str:
@@ -197,7 +195,7 @@ def rule(config: Config | None) -> str:
     if rollout.acceptance == "lenient":
         return f"lenient, l={rollout.lenience:g}: SPEC-RL as published; biased towards the stored text."
     if not rollout.replay:
-        return "exact, replay=0: the tokens that plain decoding samples, with fresh noise at every visit: on-policy RL."
+        return "exact, replay=0: the tokens that plain decoding samples, with fresh noise at every visit."
     return (
         f"exact, replay={rollout.replay:g}: the tokens that plain decoding samples with the same keys; replayed rows "
         "are not independent of the weights, and spec/reuse_gap measures what that does."
@@ -206,32 +204,26 @@ def rule(config: Config | None) -> str:
 
 def notes(run: RunRecords, measured: bool) -> list[str]:
     """The caveats that a reader must know before quoting a number. Args: measured: whether there is any Evidence."""
-    found = []
-    steps, config = run.steps, run.config
+    lines = []
+    steps = run.steps
+    config = run.config
     if run.finished is False:
-        found.append(f"The run is unfinished; its last step is {run.last['step']}.")
+        lines.append(f"The run is unfinished; its last step is {run.last['step']}.")
     if run.unreadable:
-        found.append(f"{counted(run.unreadable, 'unreadable line')} of {METRICS_FILE} left out.")
-    if not measured and (config is None or config.rollout.acceptance != "off"):
-        found.append(_unmeasured(config))
-    if not later(steps) and not any(number(record, "spec/hit_rate") for record in steps):
-        found.append("No step is from epoch 2 on, so no prompt had old text of its own to draft from.")
-    if (differing := flips(steps)) and differing.count:
-        dtype = rollout_dtype(config) if config else ""
-        found.append(f"On control steps {differing.sentence(dtype)}.")
-    if lost := total(steps, "reward/failed"):
-        found.append(f"{counted(lost, 'response')} got no reward and took no part in the update.")
-    return found
-
-
-def _unmeasured(config: Config | None) -> str:
-    """A sentence that says why there are no control steps."""
-    if config is None:
-        return "No control steps, so no speedup was measured."
-    if config.rollout.acceptance != "exact":
-        return (
+        lines.append(f"{counted(run.unreadable, 'unreadable line')} of {METRICS_FILE} left out.")
+    if not measured and config is not None and config.rollout.acceptance == "exact":
+        every = config.rollout.measure_every
+        lines.append(f"No speedup was measured: with rollout.measure_every={every} the run had no control steps.")
+    elif not measured and (config is None or config.rollout.acceptance != "off"):
+        lines.append(
             "No speedup was measured: control steps compare with plain decoding, whose text a lossy rule does not "
             "write. Give baseline=DIR, a run with rollout.acceptance=off."
         )
-    every = config.rollout.measure_every
-    return f"No control steps, so no speedup was measured: with rollout.measure_every={every} the run had none."
+    if not later(steps) and not any(number(record, "spec/hit_rate") for record in steps):
+        lines.append("No step is from epoch 2 on, so no prompt had old text of its own to draft from.")
+    if (differing := flips(steps)) and differing.count:
+        dtype = rollout_dtype(config) if config else ""
+        lines.append(f"On control steps {differing.sentence(dtype)}.")
+    if lost := total(steps, "reward/failed"):
+        lines.append(f"{counted(lost, 'response')} got no reward and took no part in the update.")
+    return lines

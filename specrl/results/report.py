@@ -98,25 +98,25 @@ def write_report(run_dir: str | Path, baseline_dir: str | Path | None = None, pl
     """
     run = load_run(run_dir)
     baseline = load_run(baseline_dir) if baseline_dir else None
-    found = {}
+    evidence: dict[str, Evidence] = {}
     pair_notes: list[str] = []
     if measured := on_control_steps(run.steps):
-        found["measured"] = measured
+        evidence["measured"] = measured
     if baseline:
         paired, pair_notes = against_baseline(run, baseline)
         if paired:
-            found["paired"] = paired
+            evidence["paired"] = paired
     page, figures, picture = (run.path / f"report.{kind}" for kind in ("md", "json", "png"))
-    drawn = plots and draw(run, baseline if "paired" in found else None, picture)
-    summary = summarise(run, baseline, found)
-    summary["notes"] = [*notes(run, bool(found)), *pair_notes, *([NO_PLOT] if plots and not drawn else [])]
-    report = Report(summary, found, [page, figures, *([picture] if drawn else [])])
+    drawn = plots and draw(run, baseline if "paired" in evidence else None, picture)
+    summary = summarise(run, baseline, evidence)
+    summary["notes"] = [*notes(run, bool(evidence)), *pair_notes, *([NO_PLOT] if plots and not drawn else [])]
+    report = Report(summary, evidence, [page, figures, *([picture] if drawn else [])])
     page.write_text(report.page(picture.name if drawn else ""), encoding="utf-8")
     figures.write_text(to_json(summary) + "\n", encoding="utf-8")
     return report
 
 
-def summarise(run: RunRecords, baseline: RunRecords | None, found: dict[str, Evidence]) -> dict:
+def summarise(run: RunRecords, baseline: RunRecords | None, evidence: dict[str, Evidence]) -> dict:
     """The content of report.json, without its notes."""
     steps, config = run.steps, run.config
     rest = later(steps)
@@ -132,7 +132,7 @@ def summarise(run: RunRecords, baseline: RunRecords | None, found: dict[str, Evi
         "rule": rule(config),
         "steps": len(steps),
         "finished": run.finished,
-        **{kind: each.summary() for kind, each in found.items()},
+        **{kind: each.summary() for kind, each in evidence.items()},
         "estimate": asdict(saved) | {"sentence": str(saved)} if saved else None,
         "ahead": ahead(run, baseline),
         "control_s": total(steps, "timing_s/control"),

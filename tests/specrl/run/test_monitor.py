@@ -8,7 +8,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from specrl.config.options import ConfigError
 from specrl.results.records import load_run, read_records
 from specrl.run.monitor import Monitor, duration, eval_line, step_line
 from specrl.trainers.config import TrainerConfig
@@ -37,14 +36,10 @@ def steps_of(path) -> list[int]:
 def test_step_line_in_full():
     shown = "18.2 s | reward 0.61 | gen 7.9 s (2.9x) | reused 71% | accept 0.83 | kl 0.004 | 5.1k tok/s | ETA 1h18"
     assert step_line(FULL, 300, 4680) == f"Step 42/300 | {shown}"
-
-
-def test_the_share_that_was_rolled_out_ahead_is_in_the_line():
     assert "| ahead 92% | reused 71%" in step_line(FULL | {"spec/ahead_ratio": 0.92}, 300, 4680)
 
 
-@pytest.mark.parametrize("step", [1, 42, 128, 9999])
-@pytest.mark.parametrize("speedup", [None, 2.9])
+@pytest.mark.parametrize(("step", "speedup"), [(1, None), (9999, 2.9)])
 def test_a_step_fits_eighty_columns(step, speedup, tmp_path):
     console = Console(record=True, width=80, file=io.StringIO())
     record = FULL | {"step": step, "timing_s/step": 118.2, "spec/speedup": speedup}
@@ -67,12 +62,12 @@ def test_what_goes_first_on_a_narrow_console():
 
 
 def test_an_evaluation_fits_eighty_columns():
-    found = {"eval/reward": 0.7578125, "eval/mean_length": 105.4, "eval/failed": 0}
-    found |= {"eval/pass@1": 0.7578125, "eval/pass@2": 0.828, "eval/pass@4": 0.875}
+    metrics = {"eval/reward": 0.7578125, "eval/mean_length": 105.4, "eval/failed": 0}
+    metrics |= {"eval/pass@1": 0.7578125, "eval/pass@2": 0.828, "eval/pass@4": 0.875}
     none = eval_line(3, {"eval/failed": 8})
     assert none == "Eval at step 3 | no response could be scored | failed 8"
-    assert eval_line(10_000, found) == "Eval at step 10000 | reward 0.758 | length 105 | pass@1/2/4 0.758 0.828 0.875"
-    assert "| failed 3 |" in eval_line(0, found | {"eval/failed": 3})
+    assert eval_line(10_000, metrics) == "Eval at step 10000 | reward 0.758 | length 105 | pass@1/2/4 0.758 0.828 0.875"
+    assert "| failed 3 |" in eval_line(0, metrics | {"eval/failed": 3})
 
 
 def test_a_terminal_wraps_between_words_and_a_log_file_does_not(tmp_path):
@@ -129,14 +124,14 @@ def test_rewards_without_any_spread_are_noted_once_after_some_rollouts(tmp_path,
 
 def test_a_critic_learns_from_equal_rewards(tmp_path):
     assert warned(tmp_path, [1.0] * 9, compares_groups=False) == []
-    for given, compares in (
+    for options, compares in (
         ({}, True),
         ({"algorithm": "dapo"}, True),
         ({"algorithm": "ppo", "advantage": "rloo"}, True),
         ({"algorithm": "ppo"}, False),
         ({"algorithm": "ppo", "advantage": "reinforce_plus_plus"}, False),
     ):
-        assert TrainerConfig(**given).compares_groups == compares
+        assert TrainerConfig(**options).compares_groups == compares
 
 
 def test_the_warning_names_the_mean_the_responses_and_what_to_set(tmp_path):
@@ -186,36 +181,25 @@ def test_terminal_shows_a_progress_bar_and_the_lines(tmp_path):
     assert "Step 42/300" in console.export_text()
 
 
-def test_resume_drops_later_steps_and_a_torn_last_line(tmp_path):
-    console = text_console()
-    with Monitor(tmp_path, 9, console) as monitor:
-        monitor.log_eval(0, {"eval/reward": 0.1})
-        for step in (1, 2, 3, 4):
-            monitor.log({"step": step, "reward": step / 10})
-    path = tmp_path / "metrics.jsonl"
-    with path.open("a") as file:
-        file.write('{"step": 5, "rew')
-    resumed = Monitor(tmp_path, 9, console, resumed_step=2)
-    assert steps_of(path) == [0, 1, 2]
-    resumed.log({"step": 3, "reward": 0.9})
-    assert [record.get("reward") for record in read_records(path)[0]] == [None, 0.1, 0.2, 0.9]
-    assert "dropped 1 unreadable line." in console.export_text()
-
-
-def test_without_resumed_step_nothing_but_the_torn_line_goes(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"step": 7}\n{"step": 8, "note": "\xc3')
-    Monitor(tmp_path, 9, text_console())
-    assert steps_of(path) == [1, 7]
-    before = path.stat().st_mtime_ns
-    Monitor(tmp_path, 9, text_console())
-    assert path.stat().st_mtime_ns == before, "an intact file is left alone"
-
-
-def test_a_run_that_begins_again_keeps_no_record(tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0, "eval/reward": 1}\n{"step": 1}\n{"step": 2, "no')
-    Monitor(tmp_path, 9, text_console(), resumed_step=-1).log({"step": 1, "reward": 2})
-    assert read_records(tmp_path / "metrics.jsonl") == ([{"step": 1, "reward": 2}], 0)
+@pytest.mark.parametrize(
+    ("lines", "resumed_step", "kept"),
+    [
+        (b'{"step": 0, "eval/reward": 1}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew', 2, [0, 1, 2]),
+        (b'{"step": 1}\n{"step": 7}\n{"step": 8, "note": "\xc3', None, [1, 7]),
+        (b'{"step": 1}\n{"step": 2}', None, [1, 2]),
+        (b'{"step": 0, "eval/reward": 1}\n{"step": 1}\n', -1, []),
+    ],
+    ids=["later steps", "a torn line", "no last newline", "no checkpoint"],
+)
+def test_the_records_that_a_resumed_run_keeps(tmp_path, lines, resumed_step, kept):
+    (tmp_path / "metrics.jsonl").write_bytes(lines)
+    monitor = Monitor(tmp_path, 9, text_console(), resumed_step)
+    assert steps_of(monitor.path) == kept
+    before = monitor.path.stat().st_mtime_ns
+    Monitor(tmp_path, 9, text_console(), resumed_step)
+    assert monitor.path.stat().st_mtime_ns == before, "an intact file is not written again"
+    monitor.log({"step": 9})
+    assert steps_of(monitor.path) == [*kept, 9]
 
 
 def test_a_record_is_on_the_disk_when_it_is_written(tmp_path, monkeypatch):
@@ -223,13 +207,6 @@ def test_a_record_is_on_the_disk_when_it_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: (flushed.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
     Monitor(tmp_path, 9, text_console()).log({"step": 1})
     assert flushed == [str(tmp_path / "metrics.jsonl")]
-
-
-def test_a_whole_last_line_without_newline_is_kept(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}')
-    Monitor(tmp_path, 9, text_console()).log({"step": 3})
-    assert steps_of(path) == [1, 2, 3]
 
 
 def test_a_full_disk_is_noted_once_and_never_stops_the_run(tmp_path):
@@ -254,15 +231,6 @@ def test_load_run_keeps_the_last_record_of_a_step(tmp_path):
     assert [record["reward"] for record in run.steps] == [0, 3]
     assert run.evals == [{"step": 2, "eval/reward": 5}]
     assert run.unreadable == 1
-
-
-def test_load_run_names_the_nearest_run(tmp_path):
-    (tmp_path / "grpo_math").mkdir()
-    (tmp_path / "grpo_math" / "metrics.jsonl").write_text('{"step": 0, "eval/reward": 1}\n')
-    with pytest.raises(ConfigError, match=r"No run at .*grpo_mth\. Did you mean .*grpo_math\?"):
-        load_run(tmp_path / "grpo_mth")
-    with pytest.raises(ConfigError, match=r"No metrics in .*no step yet"):
-        load_run(tmp_path / "grpo_math")
 
 
 def test_a_pause_is_noted_once_with_its_figures_and_so_is_its_end(tmp_path):
