@@ -211,14 +211,15 @@ def notes(run: RunRecords, measured: bool) -> list[str]:
         lines.append(f"The run is unfinished; its last step is {run.last['step']}.")
     if run.unreadable:
         lines.append(f"{counted(run.unreadable, 'unreadable line')} of {METRICS_FILE} left out.")
-    if not measured and config is not None and config.rollout.acceptance == "exact":
-        every = config.rollout.measure_every
-        lines.append(f"No speedup was measured: with rollout.measure_every={every} the run had no control steps.")
-    elif not measured and (config is None or config.rollout.acceptance != "off"):
-        lines.append(
-            "No speedup was measured: control steps compare with plain decoding, whose text a lossy rule does not "
-            "write. Give baseline=DIR, a run with rollout.acceptance=off."
-        )
+    if not measured:
+        if config is None or config.rollout.acceptance == "exact":
+            every = f": rollout.measure_every={config.rollout.measure_every}" if config else ""
+            lines.append(f"No speedup was measured, because the run had no control steps{every}.")
+        elif config.rollout.acceptance != "off":
+            lines.append(
+                "No speedup was measured: control steps compare with plain decoding, whose text a lossy rule does not "
+                "write. Give baseline=DIR, a run with rollout.acceptance=off."
+            )
     if not later(steps) and not any(number(record, "spec/hit_rate") for record in steps):
         lines.append("No step is from epoch 2 on, so no prompt had old text of its own to draft from.")
     if (differing := flips(steps)) and differing.count:

@@ -399,7 +399,9 @@ def test_unfinished_run_without_control_steps_or_config(tmp_path):
     for note, part in zip(made.summary["notes"], ("unfinished", "rollout.measure_every=10", "epoch 2"), strict=True):
         assert part in note
     (tmp_path / "a" / "config.yaml").unlink()
-    assert "config.yaml is missing" in write_report(tmp_path / "a", plots=False).page()
+    page = write_report(tmp_path / "a", plots=False).page()
+    assert "config.yaml is missing" in page
+    assert "lossy" not in page, "the rule is unknown"
 
 
 def test_flips_lost_rewards_and_torn_lines_are_noted(tmp_path):
