@@ -45,7 +45,7 @@ lint: setup
 	$(VENV)/bin/mypy
 
 docs: setup
-	$(PY) -m specrl.config
+	$(PY) -m specrl.config.help
 	$(VENV)/bin/mkdocs build --strict --quiet
 	@echo "the site is in build/site"
 

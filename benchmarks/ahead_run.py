@@ -23,7 +23,7 @@ from specrl.rollout.types import RolloutError
 from specrl.run import preflight
 from specrl.run import run as runs
 from specrl.run.run_dir import RunDir
-from specrl.train import recorded
+from specrl.train import monitored
 
 
 class Baton:
@@ -88,7 +88,8 @@ def main(config: Config, descriptor: int) -> int:
         pin(config.cluster.num_workers)
         turns = Turns(run, baton)
         run.trainer.add_callback(turns)  # before the one that times the steps
-        with recorded(run, run_dir), runs.StopOnSignal(config.trainer.steps_per_rollout) as stop:
+        monitored(run, run_dir)
+        with runs.StopOnSignal(config.trainer.steps_per_rollout) as stop:
             run.train(stop)
         if source.engine.replaced:
             raise RolloutError(f"{source.engine.replaced} rollout workers died; start again")

@@ -53,11 +53,9 @@ def build_engine(spec: EngineSpec, model: PreTrainedModel | None = None, scorer:
     own_weights = model is None
     drafter = None
     if config.drafter:
-        from specrl.rollout.drafter import load_drafter, refuse_head
+        from specrl.rollout.engines.local.head import load_drafter
 
         drafter = load_drafter(spec, policy)
-        if config.acceptance in ("judged", "routed"):
-            refuse_head(drafter, config.acceptance)
     if config.acceptance == "judged":
         judged = _judged(config, sampling, policy, drafter)
         return TransformersEngine(policy, sampling, judged.rule, judged, limits, own_weights)

@@ -16,7 +16,7 @@ def doc(default: Any, help: str, *, low: float = 0, high: float = inf, **scope: 
         default: the default value, or the dataclass of a section.
         help: one phrase for `help=KEY` and docs/configuration.md.
         low, high: the smallest and the largest legal number.
-        scope: `resume`, a key of MAY_CHANGE (specrl/config/changes.py), says when the option may change on resume; by
+        scope: `resume`, a key of MAY_CHANGE (specrl/config/rules.py), says when the option may change on resume; by
             default never. `only` names the algorithm that reads the option: ppo, or grpo for grpo and dapo. The options
             of a section inherit both.
     """

@@ -100,14 +100,11 @@ class SpeculativeRollout:
             RolloutError: two rows have the same prompt, sample and visit, so both would be the same response.
         """
         began = time.perf_counter()
-        ahead: list[AheadText | None] = []
-        ahead_s = 0.0
         visits = [visit] * len(rows) if isinstance(visit, int) else visit
         planned = self._plan(rows, sample_indices, visits, domain)
         works_ahead = domain == "rollout" and self.runs_ahead
-        if works_ahead:
-            ahead_s = self._take()
-            ahead = [self._ahead.get(p.key) for p in planned]
+        ahead_s = self._take() if works_ahead else 0.0
+        ahead = [self._ahead.get(p.key) for p in planned] if works_ahead else []
         requests = self._requests(planned)
         if works_ahead:
             self._begin()

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from specrl.config import load as cli
@@ -46,9 +45,9 @@ class DrafterOptions:
     prompts: int = doc(768, "prompts; the policy answers each once")
     max_new_tokens: int = doc(256, "response cap in tokens")
     steps: int = doc(0, "optimiser steps; 0: 700, for a head 1000")
-    objective: Literal["forward_kl", "tvd"] = doc("forward_kl", "distance from the policy's law")
+    objective: Literal["forward_kl", "tvd"] = doc("forward_kl", "distance from the policy's distribution")
     select: Literal["all", "adaspec"] = doc(
-        "all", "tokens learned from: all, or those furthest behind a reference that is distilled first (AdaSPEC)"
+        "all", "tokens learned from: all, or those furthest from a reference that is distilled first (AdaSPEC)"
     )
     bits: int = doc(0, "round the layers' matrices to so many bits per weight, for a weaker draft; 0 leaves them")
     batch: int = doc(16, "responses per step")
@@ -58,35 +57,20 @@ class DrafterOptions:
     seed: int = doc(0, "of the sampled responses and their order")
     device: str = doc("auto", "auto, cpu, cuda or cuda:N")
 
-    def __post_init__(self):
+    @property
+    def schedule(self) -> tuple[int, float]:
+        """Optimiser steps and peak learning rate; those of DEFAULTS where an option is 0."""
         steps, rate = DEFAULTS[self.kind]
-        self.steps, self.learning_rate = self.steps or steps, self.learning_rate or rate
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """Agreement of the draft model with the policy, as means in 0..1 over response positions, at temperature 1.
-
-    At every position, both models see the policy's response up to it as their prefix.
-    """
-
-    keyed: float
-    """Share of positions at which the token that the draft model samples with the policy's noise is the policy's."""
-    independent: float
-    """The same share with noise that is independent of the policy's."""
-    overlap: float
-    """1 - TV of the two distributions."""
+        return self.steps or steps, self.learning_rate or rate
 
 
 def main(options: DrafterOptions) -> int:
     from specrl.run.data import load_examples
     from specrl.run.policy import load_policy
+    from specrl.run.preflight import check_out
     from specrl.run.prompts import render
 
-    if not options.out:
-        raise ConfigError("out is missing: the directory to write the draft model to, such as out=outputs/drafter")
-    if Path(options.out).is_dir() and any(Path(options.out).iterdir()):
-        raise ConfigError(f"out={options.out} holds files already. Choose a directory that is new or empty.")
+    check_out(options.out)
     if options.bits and options.bits < 2:
         raise ConfigError(f"bits={options.bits} holds no number but zero. Take bits=2 or more, or 0 for none.")
     if options.kind == "head" and (options.bits or options.layers != 1):
@@ -99,7 +83,7 @@ def main(options: DrafterOptions) -> int:
     dataset = DatasetConfig(train_size=options.prompts, test_size=held_out, level=options.level)
     config = Config(model=options.model, data=options.data, device=options.device, dataset=dataset, rollout=rollout)
     policy, tokenizer, eos_ids = load_policy(config)
-    student = fresh(policy.eval(), options)
+    student = untrained(policy.eval(), options)
     prompts = {
         split: [render(e, tokenizer, dataset).ids for e in load_examples(config.data, dataset, split, options.seed)]
         for split in ("train", "test")
@@ -110,15 +94,12 @@ def main(options: DrafterOptions) -> int:
         quantise(student, options.bits)
     student.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
-    found = agreement(policy, student, *sample(policy, eos_ids, prompts["test"], options))
-    print(
-        f"{options.out}: on new prompts a keyed draft token is the policy's own in {found.keyed:.1%}, one with other "
-        f"noise in {found.independent:.1%} (1 - TV: {found.overlap:.1%})"
-    )
+    share = agreement(policy, student, *sample(policy, eos_ids, prompts["test"], options))
+    print(f"{options.out}: on new prompts {share:.1%} of the draft tokens are the policy's samples")
     return 0
 
 
-def fresh(policy: PreTrainedModel, options: DrafterOptions) -> PreTrainedModel:
+def untrained(policy: PreTrainedModel, options: DrafterOptions) -> PreTrainedModel:
     """The untrained drafter."""
     if options.kind == "model":
         return shortened(policy, options.layers)
@@ -147,8 +128,8 @@ def shortened(policy: PreTrainedModel, layers: int) -> PreTrainedModel:
     student.to(policy.device, policy.dtype)  # type: ignore[arg-type]  # the stub of `to` lacks self
     weights = policy.state_dict()
     for name, weight in student.state_dict().items():
-        theirs = re.sub(r"\.(\d+)\.", lambda layer: f".{kept[int(layer[1])]}.", name, count=1)  # the layer's number
-        weight.copy_(weights[theirs])
+        source = re.sub(r"\.(\d+)\.", lambda layer: f".{kept[int(layer[1])]}.", name, count=1)  # the layer's number
+        weight.copy_(weights[source])
     student.generation_config = copy.deepcopy(policy.generation_config)
     return student
 
@@ -201,28 +182,33 @@ def _fit(
     from specrl.trainers.cotraining import distil as recipe
     from specrl.trainers.cotraining.texts import read
 
-    seen: dict[int, recipe.Batch] = {}  # keeps the policy's hidden states, which are far smaller than its logits
-    optimizer = torch.optim.AdamW(student.parameters(), options.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    longer = max(11, options.steps)  # with 10 steps, the warm-up would have none
-    schedule = OneCycleLR(optimizer, options.learning_rate, total_steps=longer, pct_start=0.1)
-    print(f"distilling in {options.steps} steps of {options.batch} responses", flush=True)
-    rng, mix, began = random.Random(options.seed), torch.Generator().manual_seed(options.seed), time.perf_counter()
+    steps, rate = options.schedule
+    batches: dict[int, recipe.Batch] = {}  # keeps the policy's hidden states, which are far smaller than its logits
+    optimizer = torch.optim.AdamW(student.parameters(), rate, betas=(0.9, 0.98), weight_decay=0.01)
+    longer = max(11, steps)  # with 10 steps, the warm-up would have none
+    schedule = OneCycleLR(optimizer, rate, total_steps=longer, pct_start=0.1)
+    print(f"distilling in {steps} steps of {options.batch} responses", flush=True)
+    rng = random.Random(options.seed)
+    mix = torch.Generator().manual_seed(options.seed)
+    began = time.perf_counter()
     order = (at for _ in count() for at in rng.sample(range(len(cuts)), len(cuts)))
-    for step, at in zip(range(1, options.steps + 1), order, strict=False):
-        if at not in seen:
-            seen[at] = recipe.Batch.of(read(policy, cuts[at]), student)
-        teacher, passes = recipe.teacher_logits(policy, seen[at]), [*recipe.student_logits(student, seen[at], mix)]
+    for step, at in zip(range(1, steps + 1), order, strict=False):
+        if at not in batches:
+            batches[at] = recipe.Batch.of(read(policy, cuts[at]), student)
+        batch = batches[at]
+        teacher = recipe.teacher_logits(policy, batch)
+        passes = [*recipe.student_logits(student, batch, mix)]
         kept = None
         if reference is not None:
             with torch.no_grad():
-                kept = recipe.selected(passes[0], next(recipe.student_logits(reference, seen[at], mix)), teacher)
+                kept = recipe.selected(passes[0], next(recipe.student_logits(reference, batch, mix)), teacher)
         losses = [recipe.loss(logits, teacher, options.objective, kept=kept) for logits in passes]
         recipe.step(optimizer, sum(losses[1:], start=losses[0]))
         schedule.step()
-        if step % min(100, max(1, options.steps // 10)) == 0:
-            took = time.perf_counter() - began
-            told = ", ".join(f"{loss.item():.4f}" for loss in losses)
-            print(f"step {step}/{options.steps} {options.objective} {told} after {took:.0f} s", flush=True)
+        if step % min(100, max(1, steps // 10)) == 0:
+            seconds = time.perf_counter() - began
+            values = ", ".join(f"{loss.item():.4f}" for loss in losses)
+            print(f"step {step}/{steps} {options.objective} {values} after {seconds:.0f} s", flush=True)
     student.eval()
 
 
@@ -237,33 +223,33 @@ def quantise(model: PreTrainedModel, bits: int) -> None:
                 weight.copy_((weight / scale).round() * scale)
 
 
-def agreement(
-    policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Text], keys: Sequence[int]
-) -> Agreement:
-    """How often the student samples the policy's tokens. Args: keys: those that the texts were sampled with."""
+def agreement(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Text], keys: Sequence[int]) -> float:
+    """Share of response positions at which the student, with the policy's noise, samples the policy's token.
+
+    At every position, both models see the policy's response up to it as their prefix.
+
+    Args: keys: those that the texts were sampled with.
+    """
     import torch
 
     from specrl.rollout.noise import keyed_sample
     from specrl.trainers.cotraining import distil as recipe
     from specrl.trainers.cotraining.texts import read
 
-    keyed = independent = overlap = total = 0.0
+    agreed = 0
+    total = 0
     for text, key in zip(texts, keys, strict=True):
         with torch.no_grad():
             batch = recipe.Batch.of(read(policy, [text]), student)
             if not len(batch.targets):  # a head makes no prediction for a response of one token
                 continue
-            p, q = (
-                recipe.teacher_logits(policy, batch).float(),
-                next(recipe.student_logits(student, batch, torch.Generator())).float(),
-            )
-        at = batch.targets[:, 1]
-        tokens, noise = torch.tensor(text.response, device=p.device)[at], torch.full_like(at, key)
-        keyed += (keyed_sample(q, noise, at)[0] == tokens).sum().item()
-        independent += (keyed_sample(q, ~noise, at)[0] == tokens).sum().item()
-        overlap += torch.minimum(p.softmax(-1), q.softmax(-1)).sum().item()
+            logits = next(recipe.student_logits(student, batch, torch.Generator())).float()
+        positions = batch.targets[:, 1]
+        tokens = torch.tensor(text.response, device=logits.device)[positions]
+        noise = torch.full_like(positions, key)
+        agreed += int((keyed_sample(logits, noise, positions)[0] == tokens).sum())
         total += len(tokens)
-    return Agreement(keyed / total, independent / total, overlap / total)
+    return agreed / total
 
 
 if __name__ == "__main__":

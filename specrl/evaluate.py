@@ -75,15 +75,17 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 def of_run(argv: Sequence[str]) -> Sequence[str]:
     """The command line words, with config=DIR model=DIR/model added for run=DIR."""
-    given = dict(word.partition("=")[::2] for word in argv)
-    if not given.get("run"):
+    values = dict(word.partition("=")[::2] for word in argv)
+    if not values.get("run"):
         return argv
-    if "config" in given:
+    if "config" in values:
         raise ConfigError("run=DIR brings its own config. Give one of run=DIR and config=NAME.")
-    folder = find_run(given["run"])
-    if "model" not in given and not (folder / "model").is_dir():
+    folder = find_run(values["run"])
+    if "model" in values:
+        return [*argv, f"config={folder}"]
+    if not (folder / "model").is_dir():
         raise ConfigError(f"{folder} has no model: a run writes it when it ends. Give model=PATH too, or another run.")
-    return [*argv, f"config={folder}", *([] if "model" in given else [f"model={folder / 'model'}"])]
+    return [*argv, f"config={folder}", f"model={folder / 'model'}"]
 
 
 if __name__ == "__main__":

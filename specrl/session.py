@@ -57,7 +57,8 @@ class ReuseSession:
     """
 
     def __init__(self, seed: int = 0, group_size: int = 0, max_mb: float = 512):
-        self.seed, self.group_size = seed, group_size
+        self.seed = seed
+        self.group_size = group_size
         self.cache = TrajectoryCache(Fingerprint(), _ANY_ID, max_mb=max_mb)
         self._taken: dict[str, tuple[int, set[int]]] = {}
         """By prompt: its latest visit, and the sample indices already used at it."""
@@ -76,17 +77,27 @@ class ReuseSession:
             after: the conversation's previous request; this one gets the same visit and sample index.
         """
         if after:
-            example_id, sample_index, visit, turn = after.example_id, after.sample_index, after.visit, after.turn + 1
+            example_id = after.example_id
+            sample_index = after.sample_index
+            visit = after.visit
+            turn = after.turn + 1
         else:
-            example_id, sample_index, visit, turn = (
-                *self._begin([int(token) for token in prompt], visit, sample_index),
-                0,
-            )
+            ids = [int(token) for token in prompt]
+            example_id = hashlib.blake2b(repr(ids).encode(), digest_size=16).hexdigest()
+            turn = 0
+            if visit is None:
+                visit, sample_index = self._count(example_id)
+            else:
+                sample_index = self._free(example_id, visit, sample_index)
         group = f"{example_id}/{turn}" if turn else example_id
-        own, others = self.cache.get(group, sample_index), self.cache.siblings(group, but=sample_index)
-        texts = tuple(tuple(t.tokens) for t in [*([own] if own else []), *others][:_TEXTS])
+        previous = self.cache.get(group, sample_index)
+        stored = [*([previous] if previous else []), *self.cache.siblings(group, but=sample_index)]
         keyed = KeyedRequest(
-            derive_key(self.seed, group, sample_index, visit), len(prompt), group, texts, own=0 if own else -1
+            derive_key(self.seed, group, sample_index, visit),
+            len(prompt),
+            group,
+            tuple(tuple(trajectory.tokens) for trajectory in stored[:_TEXTS]),
+            own=0 if previous else -1,
         )
         return Ticket(example_id, sample_index, visit, turn, keyed)
 
@@ -95,15 +106,6 @@ class ReuseSession:
         if len(tokens):  # an aborted request may have no tokens
             kept = Trajectory(tuple(tokens), ticket.request.key, "length", version=ticket.visit, step=ticket.visit)
             self.cache.merge([(ticket.request.group, ticket.sample_index, kept)])
-
-    def _begin(self, prompt: list[int], visit: int | None, sample_index: int) -> tuple[str, int, int]:
-        """Example id, sample index and visit of a conversation that begins with `prompt`."""
-        example_id = hashlib.blake2b(repr(prompt).encode(), digest_size=16).hexdigest()
-        if visit is None:
-            visit, sample_index = self._count(example_id)
-        else:
-            sample_index = self._free(example_id, visit, sample_index)
-        return example_id, sample_index, visit
 
     def _count(self, example_id: str) -> tuple[int, int]:
         if self.group_size < 1:

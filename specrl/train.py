@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from signal import SIGINT
 from typing import TYPE_CHECKING
 
@@ -17,12 +15,6 @@ if TYPE_CHECKING:
     from specrl.run.run import Run
     from specrl.run.run_dir import RunDir
 
-PURE_BF16 = (
-    "trainer.precision=pure_bf16: at trainer.learning_rate={:g} most steps are smaller than the distance between "
-    "neighbouring bf16 numbers, so the weights hardly learn, and the reuse that is measured is too high. "
-    "trainer.precision=bf16 keeps fp32 weights"
-)
-
 
 def main(config: Config) -> int:
     """Runs the checks, the training and the report; returns the exit code."""
@@ -33,10 +25,10 @@ def main(config: Config) -> int:
     stop = runs.StopOnSignal(config.trainer.steps_per_rollout)
     run_dir = RunDir(config)
     with run_dir.lock() as checkpoint, stop, runs.build(config, run_dir, checkpoint, **examples) as run:
-        with recorded(run, run_dir) as monitor:
-            run.train(stop)
-            if stop.received:
-                return stopped(run, stop.received, monitor)
+        monitor = monitored(run, run_dir)
+        run.train(stop)
+        if stop.received:
+            return stopped(run, stop.received, monitor)
         run.save()
         if stop.agree(run.trainer.accelerator.device):
             return stopped(run, stop.received)
@@ -44,13 +36,11 @@ def main(config: Config) -> int:
     return 0
 
 
-@contextmanager
-def recorded(run: Run, run_dir: RunDir) -> Iterator[Monitor | None]:
-    """Records the training inside the `with` block. Only the main process yields a monitor, the others None."""
+def monitored(run: Run, run_dir: RunDir) -> Monitor | None:
+    """Saves the config and the environment, and lets a monitor watch the training. Only the main process has one."""
     if not run.is_main:
         watch(run, None)
-        yield None
-        return
+        return None
     from specrl.run.monitor import Monitor
     from specrl.run.run_dir import environment
 
@@ -58,23 +48,25 @@ def recorded(run: Run, run_dir: RunDir) -> Iterator[Monitor | None]:
     cli.save(config)
     now = environment(rollouts.policy.device.type, run.trainer.accelerator.num_processes)
     rounding = run_dir.keep_environment(now, resumed=run.checkpoint is not None)
-    with Monitor(
+    monitor = Monitor(
         run.path,
         run.steps,
-        # without a checkpoint all steps are repeated, including the evaluation before the first
         resumed_step=run.checkpoint.step if run.checkpoint else -1,
         compares_groups=config.trainer.compares_groups,
-    ) as monitor:
-        if rounding:
-            monitor.note(rounding)
-        watch(run, monitor)
-        for line in run.notes:
+    )
+    watch(run, monitor)
+    why_not = rollouts.source.not_ahead
+    ahead = f"off, because {why_not}" if why_not else "on, idle workers begin the next batch"
+    for line in (rounding, *run.notes, f"Rollouts ahead: {ahead}"):
+        if line:
             monitor.note(line)
-        why_not = rollouts.source.not_ahead
-        monitor.note(f"Rollouts ahead: {f'off, as {why_not}' if why_not else 'on, idle workers begin the next batch'}")
-        if config.trainer.precision == "pure_bf16":
-            monitor.note(PURE_BF16.format(config.trainer.learning_rate))
-        yield monitor
+    if config.trainer.precision == "pure_bf16":
+        monitor.note(
+            f"trainer.precision=pure_bf16: at trainer.learning_rate={config.trainer.learning_rate:g} most steps are "
+            "smaller than the distance between neighbouring bf16 numbers, so the weights hardly learn, and the reuse "
+            "that is measured is too high. trainer.precision=bf16 keeps fp32 weights"
+        )
+    return monitor
 
 
 def watch(run: Run, monitor: Monitor | None) -> None:

@@ -42,17 +42,16 @@ def main(config: TrainJudgeConfig) -> int:
     from specrl.lossy.pair import load_pair
     from specrl.reward.loading import load_rewards
     from specrl.rollout.lossy.judge import Judge, JudgeHead, KLJudge
-    from specrl.run.data import load_examples
+    from specrl.run import preflight
 
-    if not config.out:
-        raise ConfigError("out is missing: the directory to write the judge to, such as out=outputs/judge")
+    preflight.check_out(config.out)
     if bool(config.cache) == bool(config.rollout.drafter):
         raise ConfigError(
             "Give either cache=RUN, whose stored texts are judged, or rollout.drafter=DIR, such as "
             "`python -m specrl.drafter out=DIR` writes."
         )
+    examples = preflight.check(config, training=False)
     pair = load_pair(config)
-    examples = {s: load_examples(config.data, config.dataset, s, config.seed) for s in config.splits}
     with closing(load_rewards(config.reward)) as rewards:
         if config.cache:
             training = read_cache(pair, examples["train"], Path(config.cache))

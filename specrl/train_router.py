@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from specrl.config import load as cli
@@ -35,19 +34,16 @@ def main(config: TrainRouterConfig) -> int:
     from specrl.lossy.routing import StepValues, collect, train
     from specrl.reward.loading import load_rewards
     from specrl.rollout.lossy.pair import write_card
-    from specrl.run.data import load_examples
+    from specrl.run import preflight
 
-    if not config.out:
-        raise ConfigError("out is missing: the directory to write the router to, such as out=outputs/router")
-    if Path(config.out).is_dir() and any(Path(config.out).iterdir()):
-        raise ConfigError(f"out={config.out} holds files already. Choose a directory that is new or empty.")
+    preflight.check_out(config.out)
     if not config.rollout.drafter:
         raise ConfigError(
             "rollout.drafter is empty: routing needs a model that writes steps. Give a model directory, such as "
             "`python -m specrl.drafter out=DIR` writes"
         )
+    (examples,) = preflight.check(config, training=False).values()
     pair = load_pair(config)
-    examples = load_examples(config.data, config.dataset, "train", config.seed)
     with closing(load_rewards(config.reward)) as rewards:
         values = StepValues(pair, rewards, config.continuations, config.seed)
         learning, held_out = split(collect(pair, values, examples), 0.2, config.seed)

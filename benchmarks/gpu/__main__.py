@@ -43,7 +43,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The `key=value` words of a command line, without OmegaConf, which a bare machine lacks."""
+    """The `key=value` words of a command line, without PyYAML, which a bare machine may lack."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.gpu", allow_abbrev=False, description="Options are written key=value."
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.gpu.run import Absent, Step, installed
 from benchmarks.gpu.timing import Context
 
-NEEDED = ("trl", "datasets", "omegaconf", "math_verify")
+NEEDED = ("trl", "datasets", "math_verify")
 """What a training run imports besides; brought as wheels."""
 START = """
 import sys

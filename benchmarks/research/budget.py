@@ -72,8 +72,7 @@ def main(options: BudgetConfig) -> int:
     time.perf_counter = clock  # before rollout is imported, which keeps it as a default
     from benchmarks import ablation
     from specrl.bench import pair as bench_pair
-    from specrl.rollout.engines.local.attention import Layout
-    from specrl.rollout.engines.local.model import PackedModel
+    from specrl.rollout.engines.local.model import Layout, PackedModel
 
     forward = PackedModel.forward
 

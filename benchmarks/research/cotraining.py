@@ -28,13 +28,12 @@ from torch.nn.utils.rnn import pad_sequence
 from specrl.bench.pair import perturbed
 from specrl.drafter import shortened
 from specrl.rollout.config import RolloutConfig
-from specrl.rollout.drafter import load_drafter
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import EngineSpec, SamplingParams
 from specrl.rollout.engines.local.drafter import ModelDrafter
 from specrl.rollout.engines.local.engine import TransformersEngine
-from specrl.rollout.engines.local.head import Head, HeadDrafter
+from specrl.rollout.engines.local.head import Head, HeadDrafter, load_drafter
 from specrl.rollout.keys import derive_key
 from specrl.rollout.types import Completion, EngineStats, Request
 from specrl.run.tasks import arithmetic

@@ -160,8 +160,8 @@ class Rollout:
             self.drafting.contexts.learn(made.others)
         self.drafting.begin([row.request for row in self.rows])
         requests = [row.request for row in self.rows]
-        self.drafting.open(requests, len(requests))
         self.reader = Reader(self.policy, requests)
+        self.drafting.open(requests, len(requests), self.reader)
         self.reader.admit({row.number: [] for row in self.rows})
         self.passes: list[tuple[int, Counter[str]]] = []
         """Rows of each pass, and its seconds by part."""

@@ -98,11 +98,12 @@ def distil(policy: PreTrainedModel, drafter: MaskDrafter, texts: Sequence[Text],
     near = sorted(texts, key=len)
     cuts = [near[at : at + options.batch] for at in range(0, len(near), options.batch)]
     hidden: dict[int, list[Tensor]] = {}
-    optimizer = torch.optim.AdamW(drafter.parameters(), options.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = OneCycleLR(optimizer, options.learning_rate, total_steps=options.steps, pct_start=0.1)
+    steps, rate = options.schedule
+    optimizer = torch.optim.AdamW(drafter.parameters(), rate, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
     rng, began = random.Random(options.seed), time.perf_counter()
     order = (at for _ in count() for at in rng.sample(range(len(cuts)), len(cuts)))
-    for step, at in zip(range(1, options.steps + 1), order, strict=False):
+    for step, at in zip(range(1, steps + 1), order, strict=False):
         ends = [ends_of(text, drafter.depth, rng) for text in cuts[at]]
         with torch.no_grad():
             if at not in hidden:
@@ -115,7 +116,7 @@ def distil(policy: PreTrainedModel, drafter: MaskDrafter, texts: Sequence[Text],
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % min(100, max(1, options.steps // 10)) == 0:
+        if step % min(100, max(1, steps // 10)) == 0:
             took = time.perf_counter() - began
-            print(f"step {step}/{options.steps} KL {loss.item():.4f} after {took:.0f} s", flush=True)
+            print(f"step {step}/{steps} KL {loss.item():.4f} after {took:.0f} s", flush=True)
     drafter.eval()

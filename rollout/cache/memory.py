@@ -7,20 +7,23 @@ workers has no effect. A row whose entry is missing or was dropped is generated 
 from __future__ import annotations
 
 import logging
+import os
 import struct
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from specrl.rollout.cache.disk import Fingerprint, Header, write_snapshot
 from specrl.rollout.cache.record import Entry, complaint, digest_of, origin, pack, unpack
+from specrl.rollout.cache.snapshot import SNAPSHOT, DamagedError, Fingerprint, Header, read_snapshot, write_snapshot
 from specrl.rollout.reduction import Metric, count, highest
 from specrl.rollout.types import CacheError, Trajectory
 
-__all__ = ["Fingerprint", "TrajectoryCache"]
+__all__ = ["Fingerprint", "TrajectoryCache", "load"]
 
 # Added to sys.getsizeof: the allocator rounding of an entry, and the LRU node and hash table share of an example.
 ENTRY_BYTES, EXAMPLE_BYTES = 16, 144
@@ -192,3 +195,66 @@ class TrajectoryCache:
 
 def _size(blob: bytes) -> int:
     return sys.getsizeof(blob) + ENTRY_BYTES
+
+
+def load(
+    directory: str | Path,
+    fingerprint: Fingerprint,
+    vocab_size: int,
+    eos_ids: Collection[int] = (),
+    *,
+    max_step: int | None = None,
+    max_mb: float = 512,
+    check_sampling: bool = False,
+    new_run: bool = False,
+) -> TrajectoryCache:
+    """The cache saved in `directory`, or an empty one if there is none or it is damaged.
+
+    A damaged file is renamed to *.corrupt and not used. Entries that are invalid for this vocabulary are dropped and
+    counted in `dropped`; entries of steps after `max_step` are skipped and counted in `skipped`. If the sampling
+    parameters differ, the stored log-probs are dropped, or with `check_sampling` this is an error. `new_run` sets steps
+    and versions to 0, where the counters of a new run start.
+
+    Raises:
+        CacheError: the identity or the format differs, or the path cannot be read.
+    """
+    cache = TrajectoryCache(fingerprint, vocab_size, eos_ids, max_mb=max_mb)
+    path = Path(directory) / SNAPSHOT
+    try:
+        header, entries = read_snapshot(Path(directory))
+    except FileNotFoundError:  # nothing has been saved here yet
+        return cache
+    except DamagedError as error:
+        cache.quarantined = 1
+        with suppress(OSError):
+            os.replace(path, f"{path}.corrupt")
+        logger.warning("%s. It is kept as '%s.corrupt'; starting with an empty trajectory cache.", error, path.name)
+        return cache
+    sampling = _differences(fingerprint.sampling, header.fingerprint.sampling)
+    wrong = _differences(fingerprint.identity, header.fingerprint.identity) + (sampling if check_sampling else [])
+    if wrong:
+        raise CacheError(
+            f"The trajectory cache '{path}' was written with other settings: {'; '.join(wrong)}. "
+            "Start with rollout.cache.clear=true, or go back to the old ones."
+        )
+    for example_id, sample_index, blob in entries:
+        trajectory = unpack(blob)
+        if complaint(sample_index, trajectory, vocab_size, cache.eos_ids) is not None:
+            cache.dropped += 1
+        elif max_step is not None and trajectory.step > max_step:
+            cache.skipped += 1
+        else:
+            if sampling:
+                trajectory = replace(trajectory, logprobs=None)
+            if new_run:
+                trajectory = replace(trajectory, step=0, version=0)
+            cache.insert([(example_id, sample_index, pack(trajectory) if sampling or new_run else blob)])
+    if cache.dropped:
+        logger.warning("'%s': %d of %d entries make no sense and are left out.", path, cache.dropped, header.rows)
+    return cache
+
+
+def _differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
+    """One message for each key whose values differ, with both values."""
+    keys = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+    return [f"{key} was {there.get(key, 'absent')!r} there, is {here.get(key, 'absent')!r} here" for key in keys]

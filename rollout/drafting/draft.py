@@ -59,23 +59,19 @@ def show(drafter: Drafter, text: Sequence[int], limit: int) -> Iterable[int]:
         ) from error
 
 
-def _raise(row: int, fault: DrafterFault) -> None:
-    raise fault
-
-
 def ask_all(
     drafters: Sequence[Drafter | None],
     texts: Sequence[Sequence[int]],
     limits: Sequence[int],
     vocab: int,
+    failed: Callable[[int, DrafterFault], None],
     worth: Worth = unseen,
-    failed: Callable[[int, DrafterFault], None] = _raise,
 ) -> list[Draft]:
     """Calls `ask` for each row with a drafter and a positive limit. Suffix drafters are called in one batch.
 
     Args:
-        worth: the acceptance estimate by which suffix drafters choose between texts.
         failed: called with a row whose drafter failed and the fault; the row has no draft.
+        worth: the acceptance estimate by which suffix drafters choose between texts.
     """
     drafts = [EMPTY] * len(drafters)
     together: dict[int, SuffixDrafter] = {}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from specrl.rollout.drafting.budget import AcceptanceBucket, Budget, Plan
-from specrl.rollout.drafting.chain import Chain
 from specrl.rollout.drafting.contexts import ContextTable
 from specrl.rollout.drafting.draft import EMPTY, Draft, ask_all
 from specrl.rollout.drafting.suffix import SuffixDrafter
@@ -19,38 +18,13 @@ from specrl.rollout.types import EngineStats, Request, RolloutError
 from specrl.rollout.verify import accept_exact
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
+    from specrl.rollout.engines.local.drafter import ModelDrafter
     from specrl.rollout.engines.local.model import PackedModel
+    from specrl.rollout.engines.local.reader import Reader
     from specrl.rollout.engines.response import Response
 
 log = logging.getLogger(__name__)
 CONTEXT_TOKENS = 8  # of prompt and response that the context table sees
-
-
-class Policy(Protocol):
-    """The part of the verifying model's interface that drafting needs."""
-
-    vocab: int
-    context: int
-
-    def timing(self, rows: int, tokens: int) -> tuple[int, float]: ...
-
-
-class DraftModel(Policy, Protocol):
-    """A small model that drafts for rows whose drafters have a lower acceptance; rollout/engines/local/drafter.py."""
-
-    reads_states: bool
-    packed: PackedModel
-    model: PreTrainedModel
-
-    def inference(self) -> AbstractContextManager: ...
-    def open(self, requests: Sequence[Request], max_rows: int, policy) -> None: ...
-    def admit(self, rows: Mapping[int, Sequence[int]]) -> None: ...
-    def leave(self, rows: Sequence[int], compact: bool) -> None: ...
-    def learn(self, responses: Iterable[Sequence[int]]) -> None: ...
-    def missing_count(self, row: int, length: int) -> int: ...
-    def propose(self, texts: Mapping, limits: Sequence[int], chain: Chain, budget: Budget) -> list[list[int]]: ...
 
 
 class Drafting:
@@ -80,7 +54,7 @@ class Drafting:
         self,
         budget: Budget | None = None,
         contexts: ContextTable | None = None,
-        model: DraftModel | None = None,
+        model: ModelDrafter | None = None,
         redraws: bool = False,
     ):
         self.budget = budget or Budget()
@@ -92,7 +66,7 @@ class Drafting:
         self.vocab = 0
         self._logged: set[str] = set()  # drafter classes with a logged fault
 
-    def attach(self, policy: Policy) -> None:
+    def attach(self, policy: PackedModel) -> None:
         """Sets the model that verifies the drafts, and times a few of its passes.
 
         Raises:
@@ -100,22 +74,22 @@ class Drafting:
         """
         self.vocab = policy.vocab
         if self.model:
-            check_vocab(self.model.vocab, policy.vocab)
+            check_vocab(self.model.packed.vocab, policy.vocab)
         for rows, tokens in ((1, 1), (1, min(256, policy.context)), (32, 32)):
             self.budget.calibrate([policy.timing(rows, tokens)], rows, tokens // rows)
             if self.model:
-                self.budget.drafter.calibrate([self.model.timing(rows, tokens)], rows)
+                self.budget.drafter.calibrate([self.model.packed.timing(rows, tokens)], rows)
 
     def inference(self) -> AbstractContextManager:
         """The context in which `propose` must be called."""
-        return self.model.inference() if self.model else nullcontext()
+        return self.model.packed.inference() if self.model else nullcontext()
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Starts a rollout. The weights may have changed."""
         if any(not request.plain and (self.model or request.drafter) for request in requests):
             self.budget.next_rollout()
 
-    def open(self, requests: Sequence[Request], max_rows: int, policy=None) -> None:
+    def open(self, requests: Sequence[Request], max_rows: int, policy: Reader) -> None:
         """Starts decoding these requests, whose rows are numbered in this order, at most `max_rows` at a time.
 
         Args: policy: the reader that decodes them, for a draft model.
@@ -126,12 +100,12 @@ class Drafting:
     def admit(self, rows: Mapping[int, Sequence[int]]) -> None:
         """Adds rows to the batch. Args: rows: row number -> tokens emitted so far."""
         if self.model:
-            self.model.admit(rows)
+            self.model.reader.admit(dict.fromkeys(rows, ()))  # it reads what they emitted when it drafts for them
 
     def leave(self, rows: Sequence[int], compact: bool) -> None:
         """Removes finished rows. Args: compact: no other rows will use their KV slabs."""
         if self.model:
-            self.model.leave(rows, compact)
+            self.model.reader.leave(rows, compact)
 
     def propose(self, rows: Sequence[Response], stats: EngineStats) -> list[Draft]:
         """The draft of each unfinished row for the next pass.
@@ -214,7 +188,7 @@ class Drafting:
         drafters = [row.drafter if row.drafting else None for row in rows]
         worth = cache(self.budget.acceptance)
         texts = [row.tokens for row in rows]
-        guesses = ask_all(drafters, texts, limits, self.vocab, worth, lambda i, fault: rows[i].give_up(fault))
+        guesses = ask_all(drafters, texts, limits, self.vocab, lambda i, fault: rows[i].give_up(fault), worth)
         for row, drafter, guess, limit in zip(rows, drafters, guesses, limits, strict=True):
             row.guess = guess
             quality = drafter.quality if type(drafter) is SuffixDrafter else row.state
@@ -247,16 +221,16 @@ class Drafting:
                     drafts[i] = Draft(likely, "contexts")
         return drafts
 
-    def _with_model(self, model: DraftModel, rows: Sequence[Response], drafts: list[Draft], plan: Plan) -> None:
+    def _with_model(self, model: ModelDrafter, rows: Sequence[Response], drafts: list[Draft], plan: Plan) -> None:
         """Replaces the drafts of the rows that the draft model serves, if it has drafts for them."""
-        reach = [min(row.remaining - 1, model.context - row.length + 1) for row in rows]
+        reach = [min(row.remaining - 1, model.packed.context - row.length + 1) for row in rows]
         indices = [
             i
             for i, (row, draft) in enumerate(zip(rows, drafts, strict=True))
             if row.drafting and (row.bucket in plan.by_model or not draft.tokens) and reach[i] > 0
         ]
         asked = [rows[i] for i in indices]
-        chain = self.budget.chain([model.missing_count(row.number, len(row.tokens)) for row in asked], plan)
+        chain = self.budget.chain([model.reader.missing_count(row.number, len(row.tokens)) for row in asked], plan)
         texts = {row.number: row.tokens for row in asked}
         proposed = model.propose(texts, [reach[i] for i in indices], chain, self.budget)
         for i, tokens, logprobs in zip(indices, proposed, chain.logprobs, strict=False):  # tests draft for a few rows

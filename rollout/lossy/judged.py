@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specrl.rollout.drafting.draft import Draft, ask_all
-from specrl.rollout.drafting.drafting import Drafting, Policy, check_vocab
+from specrl.rollout.drafting.drafting import Drafting, check_vocab
 from specrl.rollout.engines.base import Limits, SamplingParams
 from specrl.rollout.engines.local.drafter import ModelDrafter
+from specrl.rollout.engines.local.model import PackedModel
 from specrl.rollout.engines.response import Response
 from specrl.rollout.lossy.judge import Judge
 from specrl.rollout.types import EngineStats, Request
@@ -46,7 +47,7 @@ class DraftWithLogprobs(ModelDrafter):
 
     def follow(self, texts: Mapping[int, Sequence[int]]) -> dict[int, TargetSamples]:
         """See `Reader.follow`."""
-        return self._reader.follow(texts)
+        return self.reader.follow(texts)
 
     def all_logprobs(self, states: Sequence[Tensor]) -> Tensor:
         """Log-probs [N, V] after final hidden states [H]."""
@@ -87,11 +88,11 @@ class Judged(Drafting):
         self._eos_ids = sampling.eos_ids
         self._faults = 0
 
-    def attach(self, policy: Policy) -> None:
+    def attach(self, policy: PackedModel) -> None:
         self.vocab = policy.vocab
-        self._lm_head = getattr(policy, "lm_head", None)
+        self._lm_head = policy.lm_head
         if self._writer:
-            check_vocab(self._writer.vocab, policy.vocab)
+            check_vocab(self._writer.packed.vocab, policy.vocab)
 
     def begin(self, requests: Sequence[Request]) -> None:
         self._faults = 0
@@ -170,7 +171,7 @@ class Judged(Drafting):
             return set()
         hidden = samples.hidden[[i + 1 for i in positions]]
         policy = draft_logprobs = None
-        if self.judge.needs_logprobs and self._lm_head is not None:
+        if self.judge.needs_logprobs:
             policy = self._lm_head(samples.hidden[positions]).float().log_softmax(-1)
             if draft.states and self._writer is not None:
                 draft_logprobs = self._writer.all_logprobs([draft.states[i] for i in positions])

@@ -1,4 +1,7 @@
-"""What `help=true` and `help=KEY` print, and the tables of docs/configuration.md."""
+"""What `help=true` and `help=KEY` print, and the tables of docs/configuration.md.
+
+`python -m specrl.config.help` updates that page.
+"""
 
 from __future__ import annotations
 
@@ -58,13 +61,13 @@ def _overview(groups: Mapping[str, str], takes_config: bool) -> str:
 def _entry_points() -> dict[str, str]:
     """The modules of specrl that can be run, with the first line of their docstrings."""
     package = Path(__file__).parents[1]
-    found = {}
+    programs = {}
     for path in (*package.glob("*.py"), package / "bench" / "__main__.py"):
         text = path.read_text(encoding="utf-8")
         if "\nif __name__ ==" in text:
             name = path.parent.name if path.stem == "__main__" else path.stem
-            found[name] = text.split('"""')[1].partition("\n")[0]
-    return dict(sorted(found.items()))
+            programs[name] = text.split('"""')[1].partition("\n")[0]
+    return dict(sorted(programs.items()))
 
 
 def list_configs(known: Mapping[str, Path]) -> str:
@@ -116,3 +119,10 @@ def updated_page(page: str, schema: type) -> str:
     head = page.partition(MARKS[0])[0]
     tail = page.partition(MARKS[1])[2]
     return "\n\n".join([f"{head}{MARKS[0]}", *parts, f"{MARKS[1]}{tail}"])
+
+
+if __name__ == "__main__":
+    from specrl.config.schema import Config
+
+    reference = Path(__file__).parents[2] / "docs" / "configuration.md"
+    reference.write_text(updated_page(reference.read_text(encoding="utf-8"), Config), encoding="utf-8")

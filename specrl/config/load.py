@@ -74,12 +74,9 @@ def find_config(name: str) -> Path:
         raise ConfigError(f"No config given. Write config=NAME. {listed} help=true explains.")
     if name in known:
         return known[name]
-    try:
-        path = Path(name) / "config.yaml" if Path(name).is_dir() else Path(name)
-        if path.is_file():
-            return path
-    except OSError as error:
-        raise ConfigError(f"config={name:.60}: {error.strerror}. {listed}") from error
+    path = Path(name) / "config.yaml" if Path(name).is_dir() else Path(name)
+    if path.is_file():
+        return path
     what = f"No file {name}." if path.suffix or os.sep in name else f"No config named '{name}'."
     files = {str(file.with_suffix("")): file for file in path.parent.glob("*.y*ml") if file.is_file()}
     similar = get_close_matches(str(path.with_suffix("")), files, 1, cutoff=0.8)
@@ -137,7 +134,8 @@ def run(
     try:
         loaded = load(words(sys.argv[1:] if argv is None else argv), schema, training)
         if isinstance(loaded, str):
-            return _show(loaded)
+            _show(loaded)
+            return 0
         if isinstance(loaded, Config):
             from specrl.run.preflight import needs  # not for help: it imports what reads data
 
@@ -151,12 +149,11 @@ def run(
         return _complain(str(error) or "interrupted", INTERRUPTED)
 
 
-def _show(text: str) -> int:
+def _show(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe; keep the exit from flushing again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
 
 
 def _complain(message: object, code: int) -> int:

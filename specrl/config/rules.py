@@ -1,15 +1,17 @@
-"""The rules between options of different sections. A message names the value, the reason and the nearest legal value.
+"""The rules between options of different sections, and which options a resume may change.
 
-In messages `<key>` stands for `key=value`.
+A message names the value, the reason and the nearest legal value; in it `<key>` stands for `key=value`.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.rollout.checks import broken_rules, filled, misfits, options, plain, values
 from specrl.rollout.sections import unknown_name
@@ -128,35 +130,20 @@ def _training_rules(c: Config) -> Iterator[str]:
 
 
 def _batch_rules(c: Config) -> Iterator[str]:
-    prompts = c.trainer.prompts_per_step
-    group = c.rollout.group_size
     parts = c.trainer.minibatches
     per_pass = c.trainer.rows_per_pass
-    rows = prompts * group
+    rows = c.trainer.prompts_per_step * c.rollout.group_size
     total = f"<trainer.prompts_per_step> with <rollout.group_size> gives {rows} rows"
     if rows % parts:
         near = max(n for n in range(1, parts) if rows % n == 0)
         yield f"{total}, not divisible by <trainer.minibatches>. Try trainer.minibatches={near}."
     elif per_pass and rows // parts % per_pass:
-        message = f"{total}, {rows // parts} per minibatch, not divisible by <trainer.rows_per_pass>. "
-        message += f"Try {_near_divisors(rows // parts, per_pass)}"
-        if parts == 1:
-            step = per_pass // math.gcd(per_pass, group)
-            low = prompts // step * step
-            message += "".join(f" or trainer.prompts_per_step={n}" for n in (low, low + step) if n)
-        yield f"{message}."
-    if 0 < c.dataset.train_size < prompts:
+        per_minibatch = rows // parts
+        below = max(n for n in range(1, min(per_minibatch, per_pass) + 1) if per_minibatch % n == 0)
         yield (
-            "<dataset.train_size> is below <trainer.prompts_per_step>: there would be no step. "
-            f"Try trainer.prompts_per_step={c.dataset.train_size}."
+            f"{total}, {per_minibatch} per minibatch, not divisible by <trainer.rows_per_pass>. "
+            f"Try trainer.rows_per_pass={below}."
         )
-
-
-def _near_divisors(rows: int, per_pass: int) -> str:
-    """The divisors of `rows` nearest to `per_pass`, below and above."""
-    below = max(n for n in range(1, min(rows, per_pass) + 1) if rows % n == 0)
-    above = next((n for n in range(per_pass, rows + 1) if rows % n == 0), below)
-    return " or ".join(f"trainer.rows_per_pass={n}" for n in dict.fromkeys((below, above)))
 
 
 def _tracker_rules(c: Config) -> Iterator[str]:
@@ -165,3 +152,57 @@ def _tracker_rules(c: Config) -> Iterator[str]:
             yield unknown_name("report.trackers", name, TRACKERS)
         elif find_spec(name) is None:
             yield f"report.trackers={plain(c.report.trackers)} needs {name}. Install it with: pip install {name}"
+
+
+class Change(NamedTuple):
+    """An option that differs between two configs."""
+
+    key: str
+    old: Any
+    new: Any
+    matters: bool
+    """Whether the two runs would train differently, so that a resume must refuse the change."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {plain(self.old)} -> {plain(self.new)}"
+
+
+MAY_CHANGE: dict[str, Callable[[Config, Config], bool]] = {
+    "": lambda old, new: False,
+    "free": lambda old, new: True,
+    "acceptance": lambda old, new: {old.rollout.acceptance, new.rollout.acceptance} <= {"exact", "off"},
+    "drafts": lambda old, new: new.rollout.acceptance not in ("judged", "routed"),  # which accept drafted text
+    "old text": lambda old, new: not new.rollout.accepts_old_text,
+    "length": lambda old, new: new.trainer.lr_schedule == "constant",
+}
+"""Whether an option may change on resume, by the `resume` of its field."""
+
+
+def differences(old: Config, new: Config) -> list[Change]:
+    """Every option that differs between two configs, in the order of declaration."""
+    before = values(old)
+    after = values(new)
+    return [
+        Change(key, before[key], after[key], matters=not MAY_CHANGE[option.resume](old, new))
+        for key, option in options(Config).items()
+        if before[key] != after[key]
+    ]
+
+
+def same_settings(saved: Config, now: Config) -> None:
+    """Raises ConfigError if a run would be resumed with options that train differently."""
+    changed = [change for change in differences(saved, now) if change.matters]
+    if not changed:
+        return
+    rule = ""
+    if any(options(Config)[change.key].resume == "length" for change in changed):
+        rule = (
+            f"trainer.lr_schedule={now.trainer.lr_schedule} spreads the learning rate over the length a run began "
+            "with; only trainer.lr_schedule=constant can be made longer or shorter. Ctrl-C or SIGTERM ends a run "
+            "early and saves it. "
+        )
+    raise ConfigError(
+        f"resume=auto would go on with other settings than {Path(now.output_dir, now.name)} began with: "
+        f"{'; '.join(map(str, changed))}. "
+        f"{rule}Restore them, or start another name."
+    )

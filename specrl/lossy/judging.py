@@ -18,8 +18,7 @@ from specrl.lossy.fit import Labels, fit_judge
 from specrl.lossy.mining import Miner, by_model, until_first_mismatch
 from specrl.lossy.pair import Pair
 from specrl.reward.set import RewardSet
-from specrl.rollout.cache.memory import Fingerprint
-from specrl.rollout.cache.reading import load
+from specrl.rollout.cache.memory import Fingerprint, load
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.base import Limits
 from specrl.rollout.engines.local.probe import packed_model

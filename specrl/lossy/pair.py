@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specrl.config.schema import Config
-from specrl.rollout.drafter import load_drafter
 from specrl.rollout.engines.base import Limits, SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.engines.local.head import load_drafter
 from specrl.rollout.lossy.judge import Judge
 from specrl.rollout.lossy.judged import Judged
 from specrl.rollout.lossy.pair import fingerprint

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import quantiles
 
-from specrl.config.changes import differences
 from specrl.config.options import plain
+from specrl.config.rules import differences
 from specrl.config.schema import Config
 from specrl.results.records import METRICS_FILE, RunRecords, counted, mean, number, total
 from specrl.results.savings import (

@@ -32,11 +32,14 @@ def requests(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: Config, use: str, samples: int = 1
 ) -> list[Request]:
     """`samples` requests for each example. Their keys depend on `use`, so no two uses share noise."""
-    asked = [(example, i) for example in examples for i in range(samples)]
-    cap = config.rollout.max_new_tokens
     return [
-        Request(render(e, tokenizer, config.dataset).ids, derive_key(config.seed, e.id, i, 0, use), cap)
-        for e, i in asked
+        Request(
+            render(example, tokenizer, config.dataset).ids,
+            derive_key(config.seed, example.id, sample_index, 0, use),
+            config.rollout.max_new_tokens,
+        )
+        for example in examples
+        for sample_index in range(samples)
     ]
 
 
@@ -60,29 +63,26 @@ def evaluate(
     pass@k uses only the scores of `rewards.verifiable`, where 1 is correct, not the total of all rewards. Without such
     a reward it is absent.
     """
-    asked = requests(examples, tokenizer, config, "eval", samples)
-    completions, stats = engine.generate(asked)
-    places = [place for place, c in enumerate(completions) if not c.failure]
-    if not places:
-        return {"eval/failed": len(asked)}
-    done = [completions[place] for place in places]
-    texts = tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True)
-    owners = [examples[place // samples] for place in places]
-    scored = rewards.score(seen(owners, texts, tokenizer, config.dataset))
+    completions, stats = engine.generate(requests(examples, tokenizer, config, "eval", samples))
+    done = [(number // samples, completion) for number, completion in enumerate(completions) if not completion.failure]
+    if not done:
+        return {"eval/failed": len(completions)}
+    texts = tokenizer.batch_decode([completion.tokens for _, completion in done], skip_special_tokens=True)
+    scored = rewards.score(seen([examples[prompt] for prompt, _ in done], texts, tokenizer, config.dataset))
     valid = [total for total in scored.total if total is not None]
-    lengths = [len(c.tokens) for c in done]
+    lengths = [len(completion.tokens) for _, completion in done]
     metrics = {"eval/reward": fmean(valid)} if valid else {}
-    metrics |= {"eval/mean_length": fmean(lengths), "eval/failed": len(asked) - len(valid)}
+    metrics |= {"eval/mean_length": fmean(lengths), "eval/failed": len(completions) - len(valid)}
     if stats.steps:
-        own = sum(not reused for c in done for reused in c.reused)
-        metrics["eval/policy_tokens_ratio"] = own / sum(lengths)
+        policy_tokens = sum(not reused for _, completion in done for reused in completion.reused)
+        metrics["eval/policy_tokens_ratio"] = policy_tokens / sum(lengths)
         metrics["eval/escalated_ratio"] = stats.escalated / stats.steps
     if not rewards.verifiable:
         return metrics
     groups: dict[int, list[bool]] = defaultdict(list)
-    for place, score in zip(places, scored.parts[rewards.verifiable], strict=True):
+    for (prompt, _), score in zip(done, scored.parts[rewards.verifiable], strict=True):
         if score is not None:
-            groups[place // samples].append(score >= RIGHT)
+            groups[prompt].append(score >= RIGHT)
     return metrics | pass_rates(groups.values(), samples)
 
 

@@ -32,7 +32,7 @@ def connect(cluster: ClusterConfig) -> Iterator[None]:
     process is already connected to is used and left running.
 
     Raises:
-        ConfigError: Ray is missing, cannot be started or reached, or has too few CPUs or GPUs.
+        ConfigError: Ray cannot be started or reached, or has too few CPUs or GPUs.
     """
     if (world := int(os.environ.get("WORLD_SIZE", 1))) > 1 and not cluster.address:
         raise ConfigError(
@@ -40,12 +40,8 @@ def connect(cluster: ClusterConfig) -> Iterator[None]:
             "`ray start --head` and set cluster.address=auto; each process then has cluster.num_workers workers."
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read by Ray when it starts
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError(
-            f"cluster.num_workers={cluster.num_workers} needs Ray: {error}. Install it with: pip install 'specrl[ray]'"
-        ) from error
+    import ray
+
     if ray.is_initialized():
         check_resources(cluster, ray.nodes())
         yield
@@ -81,16 +77,16 @@ def private_folder() -> Iterator[str]:
 def check_resources(cluster: ClusterConfig, nodes: list[dict[str, Any]]) -> None:
     """Raises ConfigError unless the nodes (as listed by `ray.nodes()`) have enough resources for every worker."""
     alive = [node["Resources"] for node in nodes if node["Alive"]]
-    asked = {"CPU": cluster.cpus_per_worker, "GPU": cluster.gpus_per_worker}
+    needed = {"CPU": cluster.cpus_per_worker, "GPU": cluster.gpus_per_worker}
     capacity = sum(
-        min((int(node.get(name, 0.0) / share) for name, share in asked.items() if share), default=cluster.num_workers)
+        min(int(node.get(name, 0.0) / share) for name, share in needed.items() if share)  # a worker needs some CPU
         for node in alive
     )
     if capacity < cluster.num_workers:
-        there = "; ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in alive)
+        nodes_text = "; ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in alive)
         raise ConfigError(
-            f"cluster.num_workers={cluster.num_workers} workers of {asked['CPU']:g} CPUs and {asked['GPU']:g} GPUs "
-            f"do not fit: the cluster has {there} (node by node), room for {capacity}. "
+            f"cluster.num_workers={cluster.num_workers} workers of {needed['CPU']:g} CPUs and {needed['GPU']:g} GPUs "
+            f"do not fit: the cluster has {nodes_text} (node by node), enough for {capacity}. "
             "Lower num_workers, cpus_per_worker or gpus_per_worker, or use a larger cluster."
         )
 
@@ -156,10 +152,10 @@ def _end_processes(folder: str) -> None:
     """Kills the processes of a Ray that failed to start. They use files in `folder` and would create it again."""
     import psutil
 
-    mine = []
+    started = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             if any(folder in word for word in process.cmdline()):
                 process.kill()
-                mine.append(process)
-    psutil.wait_procs(mine, timeout=10)
+                started.append(process)
+    psutil.wait_procs(started, timeout=10)

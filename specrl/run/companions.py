@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from accelerate import Accelerator, DistributedType
 
 from specrl.config.schema import Config
-from specrl.rollout.drafter import load_drafter
 from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.head import load_drafter
 from specrl.rollout.types import RolloutError
 from specrl.run.policy import engine_spec
-from specrl.trainers.companions import Companion, TrainCompanions
+from specrl.trainers.companions import Companion
 from specrl.trainers.cotraining.alarm import DrafterAlarm
 from specrl.trainers.cotraining.trainer import DrafterTrainer
 from specrl.trainers.rollouts import Rollouts
-
-if TYPE_CHECKING:
-    from specrl.run.run import Trainer
-
-
-def add_companions(config: Config, trainer: Trainer) -> None:
-    """Adds the companions of the draft model to the trainer. Raises RolloutError."""
-    trainer.rollouts.companions |= companions(config, trainer.rollouts, trainer.accelerator)
-    trainer.add_callback(TrainCompanions(trainer.rollouts.companions, trainer.note))
 
 
 def companions(config: Config, rollouts: Rollouts, accelerator: Accelerator) -> dict[str, Companion]:

@@ -24,10 +24,11 @@ PROMPT_TAIL = 400  # characters of a prompt shown in a preview
 def show(console: Console, last: Scored, tokenizer: PreTrainedTokenizerBase, count: int) -> None:
     """Previews `count` responses, from as many different prompts as possible."""
     by_prompt: dict[str, list] = {}
-    for done in zip(last.rows, last.batch.completions, last.rewards, strict=True):
-        by_prompt.setdefault(done[0].example_id, []).append(done)
-    turns = (done for turn in zip_longest(*by_prompt.values()) for done in turn if done)
-    for row, completion, reward in islice(turns, count):
+    for response in zip(last.rows, last.batch.completions, last.rewards, strict=True):
+        by_prompt.setdefault(response[0].example_id, []).append(response)
+    rounds = zip_longest(*by_prompt.values())
+    ordered = (response for one_of_each in rounds for response in one_of_each if response)
+    for row, completion, reward in islice(ordered, count):
         preview(console, _text(row.prompt, tokenizer), pieces(completion, tokenizer), reward)
 
 
@@ -44,18 +45,16 @@ def _text(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def preview(console: Console, prompt: str, pieces: list[tuple[str, bool]], reward: float | None) -> None:
-    """Prints one response with reused text dim and new text bright, or, without colours, reused text in «».
+    """Prints one response with reused text dim and in «», and new text bright.
 
     Args: prompt: only its end is shown if it is long; reward: None if unknown.
     """
-    colour = console.is_terminal and not console.no_color
     prompt = prompt if len(prompt) <= PROMPT_TAIL else "…" + prompt[-PROMPT_TAIL:]
     body = Text.assemble((prompt.rstrip() + "\n", "cyan"))
     for text, reused in pieces:
-        body.append(f"«{text}»" if reused and not colour else text, style="dim" if reused else "bold bright_white")
+        body.append(f"«{text}»" if reused else text, style="dim" if reused else "bold bright_white")
     score = "unknown" if reward is None or not math.isfinite(reward) else f"{reward:.2f}"
-    legend = "[dim]reused[/] [bold not dim bright_white]new[/]" if colour else "«reused» new"
-    title = f"completion | reward {score} | {legend}"
+    title = f"completion | reward {score} | «reused» new"
     console.print(Panel(body, title=title, title_align="left", border_style="dim"))
 
 

@@ -1,25 +1,38 @@
-"""Examples for training and evaluation; `specrl/run/prompts.py` renders them as prompts.
+"""Examples for training and evaluation, from generated problems, GSM8K, MATH-500, any hub data set or local files.
 
 An example's id is its name in the trajectory cache. It does not change while the example's content does not, even if
-other examples are added or removed.
+other examples are added or removed. `specrl/run/prompts.py` renders examples as prompts.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from specrl.config.options import ConfigError
+from specrl.reward.answers import last_box
+from specrl.rollout.checks import suggestion
+from specrl.rollout.durable import read_json
 from specrl.run.tasks import arithmetic
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
     from specrl.config.schema import Config, DatasetConfig
+
+PRESETS = {"gsm8k": "openai/gsm8k:main", "math500": "HuggingFaceH4/MATH-500"}
+SUFFIXES = (".jsonl", ".parquet")
+ID_COLUMNS = ("id", "example_id", "unique_id", "uid")
+PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "query", "input")
+ANSWER_COLUMNS = ("answer", "final_answer", "expected_answer", "ground_truth", "target", "label", "solution")
+LOCAL_HINT = "data=PATH, a .jsonl or .parquet file or a directory with train.jsonl and test.jsonl"
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,7 @@ class Example:
     """The final answer without its derivation; None if the data has no answer."""
     fields: dict
     """The data's other columns, passed to reward functions by name."""
-    place: str = field(default="", compare=False)
+    source: str = field(default="", compare=False)
     """File and line, or data set and row, for messages; empty if the example was generated."""
 
 
@@ -45,8 +58,8 @@ def load_examples(name: str, config: DatasetConfig, split: Literal["train", "tes
     """The examples of one split, in the order of the source.
 
     Args:
-        name: `arithmetic`, `gsm8k`, `math500`, a hub id (`owner/name` or `owner/name:subset`), or a local .jsonl, .json
-            or .parquet file or a directory with one such file per split.
+        name: `arithmetic`, `gsm8k`, `math500`, a hub id (`owner/name` or `owner/name:subset`), or a local .jsonl or
+            .parquet file or a directory with one such file per split.
         config: the columns, the number of examples, and the text around each prompt.
         split: what the examples are used for; `train_split` and `test_split` map it to the source's name for it, which
             may be a slice such as `train[90%:]`.
@@ -56,20 +69,19 @@ def load_examples(name: str, config: DatasetConfig, split: Literal["train", "tes
         ConfigError: unknown source or split, no such file, hub not reachable, missing column, no rows, unusable row.
     """
     size = config.train_size if split == "train" else config.test_size
-    key = f"dataset.{split}_size={size}"
     if name == "arithmetic":
-        if size < 1:
-            raise ConfigError(f"{key}: data=arithmetic is generated without end. Set a number, such as 256.")
         problems = arithmetic(split, size, seed, config.level)
         examples = [Example(p.id, p.prompt, p.answer, {"solution": p.solution}) for p in problems]
     else:
-        from specrl.run.sources import read
-
-        examples = _identified([Example(**found) for found in read(name, config, split)])
+        source_split = config.train_split if split == "train" else config.test_split
+        examples = _identified(_examples(name, _rows(name, source_split, split), config))
         if size > len(examples):
-            raise ConfigError(f"{key}, but {name} has {len(examples)} rows there. Set {len(examples)}, or 0 for all.")
-    kept = {e.id for e in sorted(examples, key=lambda e: _digest(f"{seed}/{e.id}"))[: size or None]}
-    return [_framed(example, config) for example in examples if example.id in kept]
+            raise ConfigError(
+                f"dataset.{split}_size={size}, but {name} has {len(examples)} rows there. "
+                f"Try dataset.{split}_size={len(examples)}, or 0 for all."
+            )
+    chosen = {e.id for e in sorted(examples, key=lambda e: _digest(f"{seed}/{e.id}"))[: size or None]}
+    return [_framed(example, config) for example in examples if example.id in chosen]
 
 
 def left_out(config: Config, count: int) -> list[str]:
@@ -90,6 +102,64 @@ def to_dataset(examples: Sequence[Example]) -> Dataset:
         mixed = len({type(value) for value in values if value is not None}) > 1  # an Arrow column has one type
         columns[name] = [None if value is None else str(value) for value in values] if mixed else values
     return Dataset.from_dict(columns)
+
+
+def _examples(name: str, rows: Sequence[tuple[str, dict]], config: DatasetConfig) -> list[Example]:
+    """The examples of rows and their sources; `id` is "" if the data has none."""
+    columns = list(rows[0][1])
+    prompt_column = _column(columns, config.prompt_column, PROMPT_COLUMNS, "prompt", name)
+    answer_column = _column(columns, config.answer_column, ANSWER_COLUMNS, "answer", name)
+    id_column = next((column for column in ID_COLUMNS if column in columns), None)
+    used = {prompt_column, answer_column, id_column, "prompt", "example_id", "answer"}
+    examples = []
+    for source, row in rows:
+        prompt = row.get(prompt_column)
+        chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in prompt)
+        if not prompt or not (chat or isinstance(prompt, str)):
+            raise ConfigError(f"{source}: '{prompt_column}' must be text or a chat, not {str(prompt)[:60]!r}.")
+        fields = {key: value for key, value in row.items() if key not in used}
+        answer = None
+        reference = row.get(answer_column)
+        if reference not in (None, ""):
+            answer = final_answer(str(reference))
+            if answer is not None or (answer_column == "solution" and not config.answer_column):
+                fields = {"solution": str(reference)} | fields
+            else:
+                answer = str(reference).strip()
+        row_id = row.get(id_column)
+        examples.append(Example("" if row_id is None else str(row_id), prompt, answer, fields, source))
+    return examples
+
+
+def _column(columns: list[str], option: str, usual: Sequence[str], role: str, name: str) -> str | None:
+    """The column named by the option, or else the first with a usual name; None if there is no answer column."""
+    if option in columns:
+        return option
+    usual_column = next((column for word in usual for column in columns if column.lower() == word), None)
+    if option or (usual_column is None and role == "prompt"):
+        missing = f"'{option}'.{suggestion(option, columns)}" if option else f"{' or '.join(usual)}."
+        raise ConfigError(
+            f"{name} has no column {missing} It has: {', '.join(columns)}. Set dataset.{role}_column to one of them."
+        )
+    return usual_column
+
+
+def final_answer(text: str) -> str | None:
+    """The final answer of a worked solution: after `####` in its last line, or in the last \\boxed{}; else None.
+
+    Thousands separators are removed after `####`: "1,080" becomes "1080".
+    """
+    if match := re.search(r"####[ \t]*(\S[^\n]*)\s*\Z", text):
+        return re.sub(r"(?<=\d),(?=\d{3})", "", match[1].strip())
+    box = last_box(text)
+    return box and box[2].strip()
+
+
+def on_hub(name: str) -> bool:
+    """Whether `data=name` is downloaded from the hub."""
+    path = Path(name).expanduser()
+    local = path.exists() or path.suffix in SUFFIXES or path.is_absolute()
+    return not local and (name in PRESETS or (name.count("/") == 1 and not name.startswith((".", "~"))))
 
 
 def _identified(examples: list[Example]) -> list[Example]:
@@ -115,13 +185,113 @@ def _digest(text: str) -> str:
 
 def _framed(example: Example, config: DatasetConfig) -> Example:
     """Applies the prompt template and prepends the system message, which turns a plain prompt into a chat."""
-    template, system = config.prompt_template or "{prompt}", config.system_prompt
-    chat = not isinstance(example.prompt, str)
-    asked: list[dict] = (
-        [{"role": "user", "content": example.prompt}] if isinstance(example.prompt, str) else example.prompt
-    )
-    *before, last = asked
-    messages = [*before, {**last, "content": template.replace("{prompt}", last["content"])}]
-    if system and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-    return replace(example, prompt=messages if chat or system else messages[0]["content"])
+    template = config.prompt_template or "{prompt}"
+    if isinstance(example.prompt, str):
+        text = template.replace("{prompt}", example.prompt)
+        if not config.system_prompt:
+            return replace(example, prompt=text)
+        messages = [{"role": "user", "content": text}]
+    else:
+        *earlier, last = example.prompt
+        messages = [*earlier, {**last, "content": template.replace("{prompt}", last["content"])}]
+    if config.system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    return replace(example, prompt=messages)
+
+
+def _rows(name: str, split: str, role: str) -> list[tuple[str, dict]]:
+    """The rows of one split, each with its file and line, or data set and row."""
+    path = Path(name).expanduser()
+    if path.exists():
+        rows = _local(path, split, role)
+    elif on_hub(name):
+        rows = [(f"{name}, row {at}", row) for at, row in enumerate(_hub(PRESETS.get(name, name), split, role), 1)]
+    elif path.suffix in SUFFIXES or "/" in name or name.startswith((".", "~")):
+        raise ConfigError(_missing(path))
+    else:
+        known = ("arithmetic", *PRESETS)
+        near = suggestion(name, known)
+        raise ConfigError(f"No data named '{name}'.{near} Known: {', '.join(known)}; or {LOCAL_HINT}.")
+    if not rows:
+        raise ConfigError(f"{name} has no rows in its split '{split}'. Give one with some; see dataset.{role}_split.")
+    return rows
+
+
+def _missing(path: Path) -> str:
+    """A message with the first part of `path` that does not exist and the existing name most similar to it."""
+    while not path.parent.is_dir():
+        path = path.parent
+    near = get_close_matches(path.name, sorted(entry.name for entry in path.parent.iterdir()), 1, cutoff=0.5)
+    return f"No file or directory {path}." + (f" Did you mean {path.parent / near[0]}?" if near else "")
+
+
+def _local(path: Path, split: str, role: str) -> list[tuple[str, dict]]:
+    """The rows of one split of a file or directory; `split` may be a slice such as train[:90%]."""
+    if not (match := re.fullmatch(r"([^\[\]]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?", split)):
+        raise ConfigError(f"dataset.{role}_split={split} is no split. Write a name, or a part such as train[:90%].")
+    base, *bounds = match.groups()
+    file_split = "test" if path.stem.startswith("test") else "train"
+    files = [path]
+    if path.is_file() and path.suffix not in SUFFIXES:
+        raise ConfigError(f"{path} is no data file: its name ends in none of {', '.join(SUFFIXES)}.")
+    if path.is_dir():
+        names = [f"{base}{dash}{suffix}" for dash in ("", "-*") for suffix in SUFFIXES]
+        files = [file for folder in (path, path / "data") for name in names for file in sorted(folder.glob(name))]
+        if not files:
+            present = ", ".join(sorted(file.name for file in path.rglob("*") if file.suffix in SUFFIXES)) or "no data"
+            raise ConfigError(f"{path} has no {' or '.join(names[:2])}; it holds {present}. Set dataset.{role}_split.")
+    elif base not in (file_split, path.stem):
+        raise ConfigError(
+            f"{path} is one file and serves as split '{file_split}', not '{base}'. Set dataset.{role}_split="
+            f"{file_split}, or a part such as {file_split}[90%:], or give a directory with train.jsonl and test.jsonl."
+        )
+    rows = [row for file in files for row in _parsed(file)]
+    begin, end = (_position(bound, len(rows)) for bound in bounds)
+    return rows[begin:end]
+
+
+def _position(bound: str | None, count: int) -> int | None:
+    """One bound of a slice of `count` rows: None, a number of rows, or a percentage, rounded as `datasets` does."""
+    if bound is None:
+        return None
+    return round(count * int(bound[:-1]) / 100) if bound.endswith("%") else int(bound)
+
+
+def _parsed(path: Path) -> list[tuple[str, dict]]:
+    """The rows of a file, each with its file and line, or its row number in parquet."""
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            return [(f"{path}, row {number}", row) for number, row in enumerate(pq.read_table(path).to_pylist(), 1)]
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Cannot read {path}: {str(error).splitlines()[0]}.") from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = read_json(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}: not JSON ({error}).") from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}, line {number}: must be an object with columns, not {line[:60]!r}.")
+        rows.append((f"{path}, line {number}", row))
+    return rows
+
+
+def _hub(source: str, split: str, role: str) -> list[dict]:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
+
+    hub_id, _, subset = source.partition(":")
+    try:
+        return load_dataset(hub_id, subset or None, split=split).to_list()
+    except DatasetNotFoundError as error:
+        raise ConfigError(f"The hub has no data set '{hub_id}', or it is private. Use {LOCAL_HINT}.") from error
+    except OSError as error:
+        raise ConfigError(f"Cannot reach the hub for '{hub_id}': this machine is offline. Use {LOCAL_HINT}.") from error
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{hub_id}: {reason} Set dataset.{role}_split, or a subset as data={hub_id}:NAME.") from error

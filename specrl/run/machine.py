@@ -18,7 +18,6 @@ SUPPORTED = {
     "trl": ">=1.16,<1.17",
     "accelerate": ">=1.10",
     "datasets": ">=4.7",
-    "omegaconf": ">=2.4",
     "math-verify": ">=0.9",
     "vllm": ">=0.31,<0.33",
     "ray": ">=2.60",
@@ -32,8 +31,8 @@ def machine() -> dict:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     cpu = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
-    found = {name: installed(name) for name in ("specrl", *SUPPORTED)} | {"python": platform.python_version()}
-    versions = {name: version for name, version in found.items() if version}
+    versions = {name: version for name in ("specrl", *SUPPORTED) if (version := installed(name))}
+    versions["python"] = platform.python_version()
     cores = {"cores": os.cpu_count(), "usable_cores": usable(), "threads": os.environ.get("OMP_NUM_THREADS")}
     return {"cpu": cpu, **cores, "gpus": gpus(), "versions": versions}
 

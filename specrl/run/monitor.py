@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import deque
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from specrl.results.records import METRICS_FILE, number, read_records, to_json
 from specrl.results.speedup import flips
@@ -20,20 +18,18 @@ from specrl.rollout.durable import write_durably
 ETA_STEPS = 20  # steps averaged for the ETA, enough to contain a control step at the default measure_every
 PAUSED = 0.5  # a note is printed if a larger share of a rollout's passes skipped its available drafts
 ALIKE = 5  # a note is printed after this many consecutive rollouts in which every prompt's rewards were equal
-SPARE = ("perf/throughput", "kl", "spec/draft_acceptance_rate", "spec/reused_ratio", "timing_s/step")
-"""Fields that the line of a step omits, in this order, if the console is too narrow."""
 
 
 class Monitor:
-    """Writes metrics.jsonl and reports on the console. Use it as a context manager, or call `close`.
+    """Writes metrics.jsonl and reports on the console.
 
     Args:
         run_dir: the run's directory, created if absent. An existing metrics.jsonl is continued.
-        total_steps: number of optimiser steps of the run, for the progress bar and the ETA.
+        total_steps: number of optimiser steps of the run, for the ETA.
         console: where to print; None prints to standard output.
         resumed_step: the step of the checkpoint that the run resumes from. Records of later steps are removed, because
-            those steps are repeated; -1, for a run without a checkpoint, removes all. None keeps all records. Truncated
-            and unreadable lines are removed in any case.
+            those steps are repeated; -1, for a run without a checkpoint, removes all. Truncated and unreadable lines
+            are removed too.
         compares_groups: whether the loss compares the responses to one prompt, so that equal rewards deserve a warning.
 
     A metrics file that cannot be written is reported once and never stops the run.
@@ -44,20 +40,19 @@ class Monitor:
         run_dir: str | Path,
         total_steps: int,
         console: Console | None = None,
-        resumed_step: int | None = None,
+        resumed_step: int = -1,
         compares_groups: bool = False,
     ) -> None:
         self.path = Path(run_dir) / METRICS_FILE
         self.total_steps = total_steps
         self.console = console or Console(highlight=False)
         self._recent: deque[float] = deque(maxlen=ETA_STEPS)
-        self._torn = self._failed = self._paused = self._flipped = False
+        self._truncated = False
+        self._failed = False
+        self._paused = False
+        self._flipped = False
         self._compares_groups = compares_groups
-        self._alike = 0
-        columns = (TextColumn("[bold]specrl"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("steps"))
-        off = not self.console.is_terminal
-        self._progress = Progress(*columns, console=self.console, transient=True, disable=off)
-        self._bar = self._progress.add_task("steps", total=total_steps)
+        self._equal_rollouts = 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._trim(resumed_step)
 
@@ -66,13 +61,10 @@ class Monitor:
         self._append(record)
         if (seconds := number(record, "timing_s/step")) is not None:
             self._recent.append(seconds)
-        self._progress.start()
-        self._progress.update(self._bar, completed=int(record["step"]))
-        eta = self._eta(int(record["step"]))
-        self.note(step_line(record, self.total_steps, eta, self.console.width))
+        self.note(step_line(record, self.total_steps, self._eta(int(record["step"]))))
         if not self._flipped and (differing := flips([record])) and differing.count:
             self._flipped = True
-            self.note(f"On this control step {differing.sentence()}. The report has the figure of all control steps.")
+            self.note(f"On this control step {differing.sentence()}. The report covers all control steps.")
         ratio = number(record, "spec/paused_ratio")
         if ratio is not None and (ratio > PAUSED) != self._paused:
             self._paused = not self._paused
@@ -82,10 +74,10 @@ class Monitor:
     def _watch_rewards(self, record: Mapping[str, Any]) -> None:
         """Warns once that nothing is learned after ALIKE consecutive rollouts with equal rewards for each prompt."""
         equal = number(record, "frac_reward_zero_std")
-        if equal is None or not self._compares_groups or self._alike >= ALIKE:
+        if equal is None or not self._compares_groups or self._equal_rollouts >= ALIKE:
             return
-        self._alike = self._alike + 1 if equal >= 1 else 0
-        if self._alike == ALIKE:
+        self._equal_rollouts = self._equal_rollouts + 1 if equal >= 1 else 0
+        if self._equal_rollouts == ALIKE:
             self.note(alike_line(record, self.path.parent / "completions"))
 
     def log_eval(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -96,36 +88,24 @@ class Monitor:
         self._append({"step": step, **metrics})
         self.note(eval_line(step, metrics))
 
-    def close(self) -> None:
-        """Removes the progress bar. The metrics file needs no closing, as it is complete after every `log`."""
-        self._progress.stop()
-
-    def __enter__(self) -> Monitor:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _trim(self, resumed_step: int | None) -> None:
+    def _trim(self, resumed_step: int) -> None:
         if not self.path.exists():
             return
         records, bad = read_records(self.path)
-        kept = [r for r in records if resumed_step is None or r["step"] <= resumed_step]
-        complete = self.path.read_bytes()[-1:] in (b"", b"\n")
-        if bad or not complete or len(kept) < len(records):
-            write_durably(self.path, "".join(to_json(record) + "\n" for record in kept).encode())
+        kept = [to_json(record) + "\n" for record in records if record["step"] <= resumed_step]
+        write_durably(self.path, "".join(kept).encode())
         if bad:
             self.note(f"{self.path}: dropped {bad} unreadable line{'s' * (bad > 1)}.")
 
     def _append(self, record: Mapping[str, Any]) -> None:
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write("\n" * self._torn + to_json(record) + "\n")
+                file.write("\n" * self._truncated + to_json(record) + "\n")
                 file.flush()
                 os.fsync(file.fileno())  # records must survive a power failure if a later checkpoint does
-            self._torn = False
+            self._truncated = False
         except OSError as error:
-            self._torn = True
+            self._truncated = True
             if not self._failed:
                 self._failed = True
                 self.note(f"{self.path} cannot be written ({error.strerror}); the report will have gaps.")
@@ -138,10 +118,10 @@ class Monitor:
         self.console.print(escape(line), highlight=False, soft_wrap=not self.console.is_terminal)
 
 
-def step_line(record: Mapping[str, Any], total_steps: int, eta_s: float | None = None, width: float = math.inf) -> str:
-    """The console line of one step. Fields that are absent or NaN are omitted, as are those in SPARE beyond `width`.
+def step_line(record: Mapping[str, Any], total_steps: int, eta_s: float | None = None) -> str:
+    """The console line of one step. Fields that are absent or NaN are omitted. metrics.jsonl has the others.
 
-    Example: Step 42/300 | 18.2 s | reward 0.61 | gen 7.9 s (2.9x) | reused 71% | accept 0.83 | kl 0.004 | ETA 1h18
+    Example: Step 42/300 | 18.2 s | reward 0.61 | gen 7.9 s (2.9x) | reused 71% | ETA 1h18
     """
     speedup = number(record, "spec/speedup")
     measured = "" if speedup is None else f" ({speedup:.1f}x)"
@@ -151,17 +131,10 @@ def step_line(record: Mapping[str, Any], total_steps: int, eta_s: float | None =
         ("timing_s/gen", lambda v: f"gen {v:.1f} s{measured}"),
         ("spec/ahead_ratio", lambda v: f"ahead {v:.0%}"),
         ("spec/reused_ratio", lambda v: f"reused {v:.0%}"),
-        ("spec/draft_acceptance_rate", lambda v: f"accept {v:.2f}"),
-        ("kl", lambda v: f"kl {v:.2g}"),
-        ("perf/throughput", lambda v: f"{v / 1000:.1f}k tok/s" if v >= 1000 else f"{v:.0f} tok/s"),
     )
-    shown = {"step": f"Step {record['step']}/{total_steps}"}
-    shown |= {key: show(value) for key, show in parts if (value := number(record, key)) is not None}
-    shown |= {} if eta_s is None else {"eta": f"ETA {duration(eta_s)}"}
-    for key in SPARE:
-        if len(" | ".join(shown.values())) > width:
-            shown.pop(key, None)
-    return " | ".join(shown.values())
+    shown = [show(value) for key, show in parts if (value := number(record, key)) is not None]
+    eta = [] if eta_s is None else [f"ETA {duration(eta_s)}"]
+    return " | ".join([f"Step {record['step']}/{total_steps}", *shown, *eta])
 
 
 def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
@@ -180,11 +153,16 @@ def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
 
 def pause_line(record: Mapping[str, Any]) -> str:
     """A note on why most passes of a rollout skipped speculation although drafts were available."""
-    share, acceptance, needed = (record[f"spec/paused_{name}"] for name in ("ratio", "acceptance", "needed"))
+    share = number(record, "spec/paused_ratio") or 0.0
+    p = number(record, "spec/paused_acceptance") or 0.0
+    needed = number(record, "spec/paused_needed") or 0.0
+    reason = "they would have cost more time than they save"
+    if p >= needed:
+        reason = "when they were tried they saved no time"
     return (
-        f"Speculation pauses: {share:.0%} of the rows' passes skipped their drafts, because passes with drafts did not "
-        f"save time. The next draft token would be accepted with probability {acceptance:.2f}; by the measured seconds "
-        f"of passes {needed:.2f} is needed. Tokens are the same, and drafts are tried again from time to time."
+        f"Speculation pauses: {share:.0%} of the rows' passes left out their drafts, because {reason}. The next draft "
+        f"token is accepted with probability {p:.2f}, and at the measured costs a draft pays from {needed:.2f} on. "
+        "Responses are the same, and drafts are tried again now and then."
     )
 
 
@@ -194,8 +172,9 @@ def alike_line(record: Mapping[str, Any], responses: Path) -> str:
     return (
         f"Nothing is learned: in the last {ALIKE} rollouts all responses to a prompt had the same reward{mean}, so "
         f"every advantage is 0. {responses} has responses with their rewards: does the reward score them as you would? "
-        "If they are cut, raise rollout.max_new_tokens; if they are alike, rollout.temperature; if all are wrong or "
-        "all are right, take easier or harder prompts, a larger rollout.group_size, or a reward with partial credit."
+        "If they are truncated, raise rollout.max_new_tokens; if they are alike, rollout.temperature; if all are "
+        "wrong or all are right, use easier or harder prompts, a larger rollout.group_size, or a reward with partial "
+        "credit."
     )
 
 

@@ -25,12 +25,6 @@ if TYPE_CHECKING:
 
 TINY_PATH = Path(__file__).parents[1] / "assets" / "tiny"
 TOKENIZER_FILES = re.compile(r"tokenizer|^vocab|^spiece|\.tiktoken$")
-# Messages; the first {} is the option's value and the second the reason.
-UNKNOWN_DEVICE = "device={} is not known. Use auto, cpu, cuda or cuda:N."
-NO_GPU = "device={}: PyTorch sees no GPU here. Use device=auto or device=cpu."
-NO_TOKENIZER = "model={} has no tokenizer that can be loaded: {}. Give tokenizer=DIR_OR_HUB_ID."
-BAD_TOKENIZER = "tokenizer={} cannot be loaded: {}. Leave `tokenizer` empty to take the model's own."
-BAD_MODEL = "model={} cannot be loaded: {}. Give `tiny`, a hub id that can be reached from here, or a local directory."
 
 
 def trained_dtype(config: Config) -> str:
@@ -61,8 +55,10 @@ def load_policy(config: Config, dtype: str = "") -> tuple[PreTrainedModel, PreTr
     logging.disable_progress_bar()
     # Otherwise only the first process would load the weights, and the others would sample from empty ones.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    target = device(config)
+    find_model(config)
     source, options = _source(config)
-    with _explained(BAD_MODEL, config.model):
+    with _explained(config):
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=getattr(torch, dtype or rollout_dtype(config)), **options
         )
@@ -70,7 +66,7 @@ def load_policy(config: Config, dtype: str = "") -> tuple[PreTrainedModel, PreTr
     eos_ids = ends(config, model, tokenizer)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(min(eos_ids))
-    model.to(device(config))  # type: ignore[arg-type]  # the stub of `to` lacks self
+    model.to(target)  # type: ignore[arg-type]  # the stub of `to` lacks self
     return model, tokenizer, eos_ids
 
 
@@ -80,7 +76,7 @@ def outline(config: Config) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     source, options = _source(config)
-    with _explained(BAD_MODEL, config.model):
+    with _explained(config):
         shape = AutoConfig.from_pretrained(source, **options)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
@@ -95,7 +91,7 @@ def ends(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     if len(tokenizer) > vocabulary:
         raise ConfigError(
             f"tokenizer={config.tokenizer or config.model} has {len(tokenizer)} tokens but model={config.model} knows "
-            f"{vocabulary}: they do not belong together. Leave `tokenizer` empty to take the model's own."
+            f"{vocabulary}: they do not belong together. Leave `tokenizer` empty to use the model's own."
         )
     declared = model.generation_config.eos_token_id if model.generation_config else None
     ids = declared if isinstance(declared, list) else [declared]
@@ -134,20 +130,44 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
     find_tokenizer(config)
     source, options = _source(config)
-    with _explained(BAD_TOKENIZER if config.tokenizer else NO_TOKENIZER, config.tokenizer or config.model):
+    with _explained(config, tokenizer=True):
         return AutoTokenizer.from_pretrained(config.tokenizer or source, padding_side="left", **options)
+
+
+def find_model(config: Config) -> None:
+    """Raises ConfigError for a directory without a model."""
+    if config.model == "tiny" or not is_path(config.model):
+        return
+    if reason := flaw(Path(config.model).expanduser()):
+        raise unloadable(config, reason)
 
 
 def find_tokenizer(config: Config) -> None:
     """Raises ConfigError for a directory without a tokenizer, for which transformers may create an empty one."""
-    given, message = config.tokenizer or config.model, BAD_TOKENIZER if config.tokenizer else NO_TOKENIZER
-    path = Path(given).expanduser()
-    if given == "tiny" or not is_path(given):
+    source = config.tokenizer or config.model
+    path = Path(source).expanduser()
+    if source == "tiny" or not is_path(source):
         return
     if not path.is_dir():
-        raise ConfigError(message.format(given, "there is no such directory"))
+        raise unloadable(config, "there is no such directory", tokenizer=True)
     if not any(TOKENIZER_FILES.search(file.name) for file in path.iterdir()):
-        raise ConfigError(message.format(given, "none of its files is one"))
+        raise unloadable(config, "none of its files is one", tokenizer=True)
+
+
+def unloadable(config: Config, reason: str, tokenizer: bool = False) -> ConfigError:
+    """The error for a model or tokenizer that cannot be loaded."""
+    if not tokenizer:
+        return ConfigError(
+            f"model={config.model} cannot be loaded: {reason}. Give `tiny`, a hub id that can be reached from here, or "
+            "a local directory."
+        )
+    if config.tokenizer:
+        return ConfigError(
+            f"tokenizer={config.tokenizer} cannot be loaded: {reason}. Leave `tokenizer` empty to use the model's own."
+        )
+    return ConfigError(
+        f"model={config.model} has no tokenizer that can be loaded: {reason}. Give tokenizer=DIR_OR_HUB_ID."
+    )
 
 
 def _source(config: Config) -> tuple[str, dict]:
@@ -156,28 +176,27 @@ def _source(config: Config) -> tuple[str, dict]:
 
 
 @contextmanager
-def _explained(message: str, given: str) -> Iterator[None]:
-    """Turns any failure to load from a directory or the hub into a ConfigError with `message`."""
+def _explained(config: Config, tokenizer: bool = False) -> Iterator[None]:
+    """Turns any failure to load the model or the tokenizer from a directory or the hub into a ConfigError."""
     from safetensors import SafetensorError
 
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
-        reason = "there is no such directory" if is_path(given) and not Path(given).expanduser().is_dir() else reason
-        raise ConfigError(message.format(given, reason)) from error
+        raise unloadable(config, reason, tokenizer) from error
 
 
-def on_hub(given: str) -> bool:
+def on_hub(name: str) -> bool:
     """Whether this is a model's id on the hub."""
-    return given not in ("", "tiny") and not is_path(given)
+    return name not in ("", "tiny") and not is_path(name)
 
 
-def is_path(given: str) -> bool:
+def is_path(name: str) -> bool:
     """Whether this must be a directory, not a hub id. OWNER/NAME is one if OWNER is a directory here."""
-    path = Path(given).expanduser()
-    here = path.is_dir() or ("/" in given and path.parent.is_dir())
-    return here or path.is_absolute() or given.startswith((".", "~")) or given.count("/") > 1
+    path = Path(name).expanduser()
+    exists = path.is_dir() or ("/" in name and path.parent.is_dir())
+    return exists or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
 
 
 def flaw(path: Path) -> str:
@@ -201,12 +220,12 @@ def device(config: Config) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(UNKNOWN_DEVICE.format(config.device)) from error
+        raise ConfigError(f"device={config.device} is not known. Use auto, cpu, cuda or cuda:N.") from error
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
-        raise ConfigError(NO_GPU.format(config.device))
+        raise ConfigError(f"device={config.device}: PyTorch sees no GPU here. Use device=auto or device=cpu.")
     if device.index is None:
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % count) if "LOCAL_RANK" in os.environ else device
     if device.index >= count:
@@ -252,12 +271,6 @@ def fingerprint(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[dic
         "top_k": str(config.rollout.top_k),
     }
     return identity, sampling
-
-
-def check_start_from(directory: str) -> None:
-    """Raises ConfigError unless `rollout.cache.start_from` is a directory."""
-    if not Path(directory).is_dir():
-        raise ConfigError(f"the trajectory cache {directory} does not exist. Check rollout.cache.start_from.")
 
 
 def adapter(lora: LoraConfig, model: torch.nn.Module) -> peft.LoraConfig | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,16 +18,11 @@ if TYPE_CHECKING:
     from specrl.run.data import Example
 
 CONFIG_COMMENT = "the comment at the top of the config file may say with which options"
-GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "kfd", "dxg")
-"""Device files in /dev. The drivers of NVIDIA and AMD create at least one of them."""
 
 
 def needs(config: Config) -> None:
     """Raises ConfigError for the first missing package or model, with the command that installs or creates it."""
-    problems = [*_packages(config)]
-    if config.rollout.drafter or config.rollout.lossy:
-        problems += [*_drafter(config), *_learned(config)]
-    for problem in problems:
+    for problem in (*_packages(config), *_drafter(config), *_learned(config)):
         raise ConfigError(problem)
 
 
@@ -83,6 +76,14 @@ def _absent(name: str, output_dir: str, hub: bool = True) -> bool:
     return not hub or is_output or "/" not in name or policy.is_path(name)
 
 
+def check_out(out: str) -> None:
+    """Raises ConfigError unless a command can write its result to `out`: a directory that is new or empty."""
+    if not out:
+        raise ConfigError("out is missing: the directory to write to, such as out=outputs/made")
+    if Path(out).is_dir() and any(Path(out).iterdir()):
+        raise ConfigError(f"out={out} holds files already. Choose a directory that is new or empty.")
+
+
 def check(config: Config, training: bool = True, read: bool = True) -> dict[str, list[Example]]:
     """Runs the remaining cheap checks and returns the examples of each split that the command reads.
 
@@ -91,71 +92,26 @@ def check(config: Config, training: bool = True, read: bool = True) -> dict[str,
     Raises:
         ConfigError: the first check that failed.
     """
-    _paths(config, training)
-    examples = _examples(config, training) if read else {}
-    _rewards(config)
-    return examples
-
-
-def _examples(config: Config, training: bool) -> dict[str, list[Example]]:
-    examples: dict[str, list[Example]] = {
-        split: load_examples(config.data, config.dataset, split, config.seed) for split in config.splits
-    }
-    if training and len(examples["train"]) < config.trainer.prompts_per_step:
-        count = len(examples["train"])
+    policy.find_model(config)
+    policy.find_tokenizer(config)
+    cache = config.rollout.cache
+    if training and cache.start_from and not Path(cache.start_from).is_dir():
+        raise ConfigError(f"rollout.cache.start_from={cache.start_from} does not exist. Give another, or leave it out.")
+    examples: dict[str, list[Example]] = {}
+    for split in config.splits if read else ():
+        examples[split] = load_examples(config.data, config.dataset, split, config.seed)
+    count = len(examples.get("train", ()))
+    if training and read and count < config.trainer.prompts_per_step:
         raise ConfigError(
             f"trainer.prompts_per_step={config.trainer.prompts_per_step} but data={config.data} has {count} "
-            f"training prompts. Use prompts_per_step={count} or less, or more prompts."
+            f"training prompts. Try trainer.prompts_per_step={count}, or more prompts."
         )
+    if config.scores:
+        try:
+            check_rewards(config.reward)
+        except RewardError as error:
+            raise ConfigError(" ".join(str(error).split())) from error
     return examples
-
-
-def _rewards(config: Config) -> None:
-    if not config.scores:
-        return
-    try:
-        check_rewards(config.reward)
-    except RewardError as error:
-        raise ConfigError(" ".join(str(error).split())) from error
-
-
-def _paths(config: Config, training: bool) -> None:
-    _device(config.device)
-    _workers(config)
-    _model(config)
-    cache = config.rollout.cache
-    if training and config.resume == "no" and cache.start_from and not cache.clear:
-        policy.check_start_from(cache.start_from)
-
-
-def _device(name: str) -> None:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-        raise ConfigError(policy.UNKNOWN_DEVICE.format(name))
-    if name.startswith("cuda") and not _gpus():
-        raise ConfigError(policy.NO_GPU.format(name))
-
-
-def _gpus() -> bool:
-    """Whether this process may see a GPU, judged without loading a driver's library."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return not hidden and any(any(Path("/dev").glob(file)) for file in GPU_FILES)
-
-
-def _workers(config: Config) -> None:
-    """Raises ConfigError if a Ray cluster on this machine needs GPUs and the machine has none."""
-    cluster = config.cluster
-    if cluster.num_workers and cluster.gpus_per_worker and not cluster.address and not _gpus():
-        raise ConfigError(
-            f"cluster.gpus_per_worker={cluster.gpus_per_worker:g}: with cluster.address empty the workers start on "
-            "this machine, which has no GPU. Try cluster.gpus_per_worker=0, or cluster.address= of a cluster with GPUs."
-        )
-
-
-def _model(config: Config) -> None:
-    local = config.model != "tiny" and policy.is_path(config.model)
-    if local and (flaw := policy.flaw(Path(config.model).expanduser())):
-        raise ConfigError(policy.BAD_MODEL.format(config.model, flaw))
-    policy.find_tokenizer(config)
 
 
 def dry_run(config: Config, training: bool = True) -> str:
@@ -166,7 +122,7 @@ def dry_run(config: Config, training: bool = True) -> str:
     Raises:
         ConfigError: a failed check, a model, tokenizer or device that cannot be used, or prompts that are too long.
     """
-    from specrl.run.sources import on_hub
+    from specrl.run.data import on_hub
 
     needs(config)
     examples = check(config, training, read=not on_hub(config.data))
@@ -174,6 +130,7 @@ def dry_run(config: Config, training: bool = True) -> str:
     lines += sizes(config, len(examples["train"]) if "train" in examples else None)
     if examples:
         lines.append(f"{', '.join(f'{len(rows)} {split}' for split, rows in examples.items())} prompts.")
+    policy.device(config)
     model_on_hub = policy.on_hub(config.model) or policy.on_hub(config.tokenizer)
     if not model_on_hub:
         lines += _prompt_lines(config, [example for rows in examples.values() for example in rows])
@@ -187,8 +144,8 @@ def _prompt_lines(config: Config, prompts: Sequence[Example]) -> list[str]:
     """Checks the model and the tokenizer in the way the run would use them, and returns lines about the prompts."""
     from specrl.run.prompts import check_lengths, described
 
-    policy.device(config)
-    tokenizer, model = policy.load_tokenizer(config), policy.outline(config)
+    tokenizer = policy.load_tokenizer(config)
+    model = policy.outline(config)
     policy.ends(config, model, tokenizer)
     if config.lora.targets:
         policy.check_targets(config.lora.targets, model)
@@ -209,10 +166,4 @@ def sizes(config: Config, count: int | None = None) -> list[str]:
         trainer = config.trainer
         lines.append(f"{trainer.steps_per_epoch(count)} steps per epoch; {trainer.total_steps(count)} steps.")
         lines += left_out(config, count)
-    elif config.trainer.max_steps:
-        lines.append(f"{config.trainer.max_steps} steps.")
-    else:
-        lines.append("The number of steps follows from the data.")
-    if config.rollout.reuses:
-        lines.append(f"The trajectory cache stays below {config.rollout.cache.max_mb} MB.")
     return lines

@@ -47,14 +47,17 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase, options: Datase
     Raises:
         ConfigError: the tokenizer has no chat template although the options need one, or it rejects the messages.
     """
-    given, quiet = example.prompt, {"verbose": False}  # `check_lengths` reports prompts that are too long
-    messages = None if isinstance(given, str) else given
-    if not chat_template(tokenizer, options):
-        text = given if isinstance(given, str) else "\n\n".join(message["content"] for message in given)
-        return Prompt(list(tokenizer(text, **quiet)["input_ids"]), text, messages)
-    messages = messages or [{"role": "user", "content": given}]
-    text = _templated(messages, tokenizer, options, example.place or f"example {example.id}")
-    return Prompt(list(tokenizer(text, add_special_tokens=False, **quiet)["input_ids"]), text, messages)
+    prompt = example.prompt
+    messages = None if isinstance(prompt, str) else prompt
+    template = chat_template(tokenizer, options)
+    if template:
+        messages = messages or [{"role": "user", "content": prompt}]
+        text = _templated(messages, tokenizer, options, example)
+    else:
+        text = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
+    # `check_lengths` reports prompts that are too long, so the tokenizer's own warning is off
+    ids = tokenizer(text, add_special_tokens=not template, verbose=False)["input_ids"]
+    return Prompt(list(ids), text, messages)
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, options: DatasetConfig) -> str:
@@ -66,18 +69,20 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, options: DatasetConfig) ->
     """
     if options.chat_template == "off":
         return ""
-    template, given = tokenizer.get_chat_template() if tokenizer.chat_template else "", options.chat_template_kwargs
-    if not template and (options.chat_template == "on" or given):
-        asked = "chat_template=on" if options.chat_template == "on" else f"chat_template_kwargs={plain(given)}"
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+    variables = options.chat_template_kwargs
+    if not template and (options.chat_template == "on" or variables):
+        option = "chat_template=on" if options.chat_template == "on" else f"chat_template_kwargs={plain(variables)}"
         raise ConfigError(
-            f"dataset.{asked} needs a chat template, and the tokenizer has none. Try dataset.chat_template=auto and no "
-            "dataset.chat_template_kwargs, or tokenizer=DIR_OR_HUB_ID, that of a chat model."
+            f"dataset.{option} needs a chat template, and the tokenizer has none. Try dataset.chat_template=auto and "
+            "no dataset.chat_template_kwargs, or tokenizer=DIR_OR_HUB_ID, that of a chat model."
         )
-    for name in given:
-        if name not in (words := _words(template)):
+    words = _words(template)
+    for variable in variables:
+        if variable not in words:
             raise ConfigError(
-                f"dataset.chat_template_kwargs sets {name}, which the tokenizer's chat template does not read."
-                f"{suggestion(name, words)} Give variables of the template, or leave it out."
+                f"dataset.chat_template_kwargs sets {variable}, which the tokenizer's chat template does not read."
+                f"{suggestion(variable, words)} Give variables of the template, or leave it out."
             )
     return template
 
@@ -89,7 +94,7 @@ def _words(template: str) -> list[str]:
 
 
 def _templated(
-    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, options: DatasetConfig, place: str
+    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, options: DatasetConfig, example: Example
 ) -> str:
     from jinja2 import TemplateError
 
@@ -98,8 +103,8 @@ def _templated(
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
     except TemplateError as error:  # for example a template that does not accept system messages
         raise ConfigError(
-            f"The tokenizer's chat template refuses the messages of {place}: {error}. Change the roles, leave out "
-            "dataset.system_prompt, or set dataset.chat_template=off."
+            f"The tokenizer's chat template refuses the messages of {name(example)}: {error}. Change the roles, leave "
+            "out dataset.system_prompt, or set dataset.chat_template=off."
         ) from error
     assert isinstance(text, str), "With tokenize=False a chat template gives text."
     return text
@@ -117,8 +122,8 @@ def described(example: Example, tokenizer: PreTrainedTokenizerBase, options: Dat
     """Two lines: whether a chat template is applied, and one rendered prompt, shortened to 80 characters."""
     set_by = f"dataset.chat_template={options.chat_template}"
     if chat_template(tokenizer, options):
-        given = options.chat_template_kwargs
-        how = f"the tokenizer's ({set_by}{f', {plain(given)}' if given else ''})"
+        variables = options.chat_template_kwargs
+        how = f"the tokenizer's ({set_by}{f', {plain(variables)}' if variables else ''})"
     else:
         how = f"not used ({set_by})" if options.chat_template == "off" else f"the tokenizer has none ({set_by})"
     return [f"Chat template: {how}.", f"A prompt: {shortened(repr(render(example, tokenizer, options).text), 68)}"]
@@ -138,26 +143,34 @@ def seen(
     options: DatasetConfig,
 ) -> list[Sample]:
     """The input of reward functions for one response to each example."""
-    said = zip(examples, responses, strict=True)
-    return [render(e, tokenizer, options).sample(text, e.answer, e.fields) for e, text in said]
+    pairs = zip(examples, responses, strict=True)
+    return [render(e, tokenizer, options).sample(text, e.answer, e.fields) for e, text in pairs]
+
+
+def name(example: Example) -> str:
+    """The source of an example, or else its id, for messages."""
+    return example.source or f"example {example.id}"
 
 
 def check_lengths(
-    examples: Iterable[Example], tokenizer: PreTrainedTokenizerBase, options: DatasetConfig, room: int | None = None
+    examples: Iterable[Example], tokenizer: PreTrainedTokenizerBase, options: DatasetConfig, limit: int | None = None
 ) -> int:
     """The number of tokens of the longest prompt, after a check against the limits.
 
-    Args: room: tokens that the model's context leaves for a prompt, besides the limit in `options`; None for no limit.
+    Args: limit: tokens that the model's context leaves for a prompt, besides the limit in `options`; None for none.
 
     Raises:
         ConfigError: prompts are too long; names their number, the longest, its source and the option to set.
     """
-    lengths = [(len(render(e, tokenizer, options).ids), e.place or f"example {e.id}") for e in examples]
+    lengths = [(len(render(e, tokenizer, options).ids), name(e)) for e in examples]
     longest, which = max(lengths, key=lambda pair: pair[0], default=(0, ""))
-    limit, rule = options.max_prompt_tokens, "dataset.max_prompt_tokens"
+    rule = "dataset.max_prompt_tokens"
     remedy = f"Set dataset.max_prompt_tokens={longest}"
-    if room is not None and room < limit:
-        limit, rule, remedy = room, "the model's context less rollout.max_new_tokens", "Lower rollout.max_new_tokens"
+    if limit is None or options.max_prompt_tokens <= limit:
+        limit = options.max_prompt_tokens
+    else:
+        rule = "the model's context less rollout.max_new_tokens"
+        remedy = "Lower rollout.max_new_tokens"
     if over := sum(length > limit for length, _ in lengths):
         raise ConfigError(
             f"{over} of {len(lengths)} prompts have more than {limit} tokens ({rule}); the longest has {longest} "

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,9 +105,7 @@ def build(
     """
     set_seed(config.seed)
     model, tokenizer, eos_ids = policy.load_policy(config, policy.trained_dtype(config))
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        checkpoint = run_dir.agreed(checkpoint, model.device)
-
+    checkpoint = run_dir.agreed(checkpoint, model.device)
     check_lengths([*train, *test], tokenizer, config.dataset, policy.prompt_limit(config, model))
     data = data_digests(chat_template(tokenizer, config.dataset), train=train, test=test)
     if checkpoint:
@@ -116,19 +113,17 @@ def build(
     prompts = {example.id: render(example, tokenizer, config.dataset) for example in train}
     cache = load_cache(config, tokenizer, model, eos_ids, checkpoint)
 
-    with ExitStack() as closing:
-        rewards = load_rewards(config.reward)
-        closing.callback(rewards.close)
-        spec = policy.engine_spec(config, eos_ids)
+    with ExitStack() as stack:
+        rewards = stack.enter_context(closing(load_rewards(config.reward)))
         if config.cluster.num_workers:
             from specrl.run.cluster import connect
 
-            closing.enter_context(connect(config.cluster))
+            stack.enter_context(connect(config.cluster))
 
         def make_rollout(trained: PreTrainedModel) -> SpeculativeRollout:
             """The trainer calls this after it has wrapped the policy, for example with adapters."""
-            engine = make_engine(config, spec, trained)
-            closing.callback(engine.close)
+            engine = make_engine(config, policy.engine_spec(config, eos_ids), trained)
+            stack.callback(engine.close)
             return SpeculativeRollout(engine, cache, config.rollout, config.seed)
 
         setup = Setup(
@@ -140,25 +135,31 @@ def build(
             trainer=config.trainer,
         )
         trainer = build_trainer(config, model, tokenizer, setup, run_dir.checkpoints)
-        if config.rollout.drafter:
-            from specrl.run.companions import add_companions
-
-            add_companions(config, trainer)
-        trainer.add_callback(ShortHistory())
-        trainer.add_callback(CompleteCheckpoint(trainer.rollouts, config.trainer.keep_checkpoints, data))
+        add_callbacks(config, trainer, data)
         if checkpoint:
             checkpoint.restore(trainer.rollouts)  # the trainer restores the weights itself when training begins
-        yield Run(
-            config=config,
-            path=run_dir.path,
-            checkpoint=checkpoint,
-            trainer=trainer,
-            tokenizer=tokenizer,
-            rewards=rewards,
-            test=test,
-            steps=config.trainer.total_steps(len(train)),
-            notes=[*described(train[0], tokenizer, config.dataset), *left_out(config, len(train))],
-        )
+        notes = [*described(train[0], tokenizer, config.dataset), *left_out(config, len(train))]
+        steps = config.trainer.total_steps(len(train))
+        yield Run(config, run_dir.path, checkpoint, trainer, tokenizer, rewards, test, steps, notes)
+
+
+def add_callbacks(config: Config, trainer: Trainer, data: Mapping[str, str]) -> None:
+    """Adds the companions of the draft model and the callbacks that complete checkpoints.
+
+    Args: data: digests of the splits of the data set.
+
+    Raises:
+        RolloutError: the drafter cannot be trained.
+    """
+    rollouts = trainer.rollouts
+    if config.rollout.drafter:
+        from specrl.run.companions import companions
+        from specrl.trainers.companions import TrainCompanions
+
+        rollouts.companions |= companions(config, rollouts, trainer.accelerator)
+        trainer.add_callback(TrainCompanions(rollouts.companions, trainer.note))
+    trainer.add_callback(ShortHistory())
+    trainer.add_callback(CompleteCheckpoint(rollouts, config.trainer.keep_checkpoints, data))
 
 
 def load_cache(
@@ -175,11 +176,9 @@ def load_cache(
     vocabulary = model.get_output_embeddings().weight.shape[0]
     if options.clear or not (checkpoint or options.start_from):
         return TrajectoryCache(fingerprint, vocabulary, eos_ids, max_mb=options.max_mb)
-    from specrl.rollout.cache.reading import load
+    from specrl.rollout.cache.memory import load
 
     # A checkpoint may have no trajectories, for example after rollout.acceptance=off; the cache is then empty.
-    if not checkpoint:
-        policy.check_start_from(options.start_from)
     return load(
         checkpoint.trajectories if checkpoint else Path(options.start_from),
         fingerprint,

@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from specrl.config.changes import same_settings
 from specrl.config.load import load_saved, run_dir
 from specrl.config.options import ConfigError
+from specrl.config.rules import same_settings
 from specrl.config.schema import Config
 from specrl.rollout.durable import open_lock, read_json, write_durably
 from specrl.run.machine import ENVIRONMENT_FILE, machine
@@ -130,6 +130,8 @@ class RunDir:
 
     def agreed(self, checkpoint: Checkpoint | None, device: torch.device) -> Checkpoint | None:
         """The first process's checkpoint, broadcast to every process of the run."""
+        if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            return checkpoint
         import torch
         from accelerate import PartialState
         from accelerate.utils import broadcast

@@ -17,7 +17,7 @@ from benchmarks.gpu.sizes import SMALL, Shape
 from tests.runs import ROOT
 
 CPU = torch.device("cpu")
-ABSENT = ("trl", "datasets", "omegaconf", "antlr4", "math_verify", "latex2sympy2_extended", "vllm", "ray")
+ABSENT = ("trl", "datasets", "antlr4", "math_verify", "latex2sympy2_extended", "vllm", "ray")
 """What a machine that is made for torch does not have."""
 
 
@@ -169,7 +169,7 @@ def test_every_phase_runs_on_a_bare_machine(tmp_path):
     assert report["machine"]["versions"]["torch"] in torch.__version__
     assert all(phase["figures"] for phase in phases.values())
     found = {name: phase["figures"] for name, phase in phases.items()}
-    assert "not installed: trl, datasets, omegaconf, math_verify" in found["training"]["grpo"]["skipped"]
+    assert "not installed: trl, datasets, math_verify" in found["training"]["grpo"]["skipped"]
     assert found["vllm"]["vllm"] == {"skipped": "vllm is not installed"}
     assert found["env"]["us_per_op"]["add"] > 0
     assert found["draw"]["integers_equal"] == {"words": True, "eager": True}

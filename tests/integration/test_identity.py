@@ -2,7 +2,6 @@
 
 import copy
 import json
-from itertools import pairwise
 
 import pytest
 import torch
@@ -51,24 +50,9 @@ def test_it_was_not_compared_vacuously(replay):
     texts = [
         {row: tokens for step in epoch for row, tokens in zip(step.rows, step.tokens, strict=True)} for epoch in epochs
     ]
-    assert texts[0].keys() == texts[1].keys() == texts[2].keys()
     assert len(texts[0]) == 12 * 4
-    for before, after in pairwise(texts):
-        changed = sum(before[row] != after[row] for row in before)
-        assert changed > len(before) // 4, "weights and noise changed the text"
-
-
-def test_replay_decides_which_keys_stay():
-    kept = {}
-    for replay in (0, 0.5, 1):
-        steps = recorded(rollout__acceptance="exact", rollout__replay=replay).steps
-        keys = [
-            {row: key for step in steps[e : e + PER_EPOCH] for row, key in zip(step.rows, step.keys, strict=True)}
-            for e in (0, PER_EPOCH)
-        ]
-        kept[replay] = sum(keys[0][row] == keys[1][row] for row in keys[0]) / len(keys[0])
-    assert (kept[0], kept[1]) == (0, 1)
-    assert 0.2 < kept[0.5] < 0.8
+    changed = sum(texts[0][row] != texts[1][row] for row in texts[0])
+    assert changed > len(texts[0]) // 4, "weights and noise changed the text"
 
 
 VARIANTS = {  # options that cannot hide each other's faults share a run
@@ -156,7 +140,6 @@ def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, at, replay):
     options = {"rollout__replay": replay, "rollout__sources": "[prefix]"}
     uninterrupted = recorded(rollout__acceptance="exact", **options)
     first, second = interrupted(tmp_path, at, **options)
-    assert (len(first.steps), len(second.steps)) == (at, 9 - at)
     assert differences(uninterrupted, first + second) == []
     assert [s.reused for s in second.steps] == [s.reused for s in uninterrupted.steps[at:]], (
         "the cache was resumed as well"
@@ -170,13 +153,6 @@ def test_losing_the_cache_changes_no_token(tmp_path):
     assert all(s.metrics["spec/hit_rate"] == 0 for s in second.steps[:2])
     assert sum(s.reuse for s in second.steps[:2]) < sum(s.reuse for s in uninterrupted.steps[4:6]) / 2
     assert second.steps[-1].reuse > 0, "the cache fills again"
-
-
-def test_acceptance_and_epochs_may_change_on_resume(tmp_path):
-    uninterrupted = recorded(rollout__acceptance="exact", rollout__replay=0.5)
-    first = run(tmp_path, rollout__replay=0.5, trainer__epochs=1, trainer__save_every=3, rollout__acceptance="off")
-    second = run(tmp_path, rollout__replay=0.5, resume="auto", rollout__cache__clear="true")
-    assert differences(uninterrupted, first + second) == []
 
 
 @pytest.mark.parametrize(("name", "at"), [(name, at) for name, at in zip(VARIANTS, (3, 6, 3), strict=True)])
@@ -204,10 +180,6 @@ def tokens_differ(plain: Recording, faulty: Recording) -> bool:
     assert len(steps) == 5
     assert all(a.ids == b.ids for a, b in steps)
     return any(a.tokens != b.tokens for a, b in steps)
-
-
-def test_control_without_a_fault_nothing_differs(plain, tmp_path):
-    assert not tokens_differ(plain, run(tmp_path, **FIVE))
 
 
 def test_control_noise_of_the_pass(tmp_path, monkeypatch):

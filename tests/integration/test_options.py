@@ -74,71 +74,47 @@ VLLM = "tests/integration/test_vllm.py"
 ON_V2 = "tests/rollout/engines/vllm/test_vllm.py"  # all of it, once more on Model Runner V2
 ON_DEVICE = "tests/rollout/engines/vllm/device_cases.py"
 ON_GPU = "tests/rollout/engines/vllm/test_settings.py"  # the arguments for vLLM, as there is no compiler on this CPU
+ALL = "every other value"
 TAUGHT = {**EXACT, "rollout.drafter": "{drafter}", "trainer.drafter.train": "true"}
 
-CHOICES = {
-    "resume": {"no": {}, "auto": {}},
-    "trust_remote_code": {"true": {}, "false": {}},
-    "dataset.level": {"easy": {}, "medium": {}, "hard": {}, "mixed": {}},
-    "rollout.engine": {"transformers": {}, "vllm": "tests/integration/test_vllm.py"},
+NEEDS = {
+    "rollout.engine": {"vllm": VLLM},
     "rollout.acceptance": {
         "exact": EXACT,
         "lenient": LENIENT,
         "judged": {**JUDGE, "rollout.drafter": ""},
         "routed": ROUTED,
-        "off": {},
     },
     "rollout.ahead": {"auto": "tests/integration/test_ray.py", "off": EXACT},
-    "rollout.cache.clear": {"true": EXACT, "false": EXACT},
-    "rollout.cache.on_write_error": {"warn": EXACT, "stop": EXACT},
+    "rollout.cache.clear": {ALL: EXACT},
+    "rollout.cache.on_write_error": {ALL: EXACT},
     "rollout.judged.by": {"judge": {**JUDGE, "rollout.sources": "[]"}, "kl": JUDGED},
-    "rollout.judged.uncorrected": {"true": {**JUDGE, "trainer.correction": "none"}, "false": {}},
+    "rollout.judged.uncorrected": {"true": {**JUDGE, "trainer.correction": "none"}},
     "rollout.routed.by": {
-        "likelihood": ROUTED,
-        "entropy": ROUTED,
+        ALL: ROUTED,
         "rsd": {**ROUTED, "rollout.routed.path": "{prm}"},
         "arbitrage": {**ROUTED, **LEARNED, "rollout.routed.path": "{arbitrage}"},
     },
-    "dataset.chat_template": {"auto": {}, "off": {}, "on": "tests/specrl/run/test_prompts.py"},
-    "rollout.routed.uncorrected": {
-        "true": {**ROUTED, "rollout.routed.by": "entropy", "trainer.correction": "none"},
-        "false": {},
-    },
-    "rollout.local.graphs": {"auto": {}, "off": {}},
-    "rollout.vllm.scheduling": {"auto": VLLM, "sync": VLLM, "async": ON_DEVICE},
-    "rollout.vllm.runner": {"auto": VLLM, "v1": VLLM, "v2": ON_V2},
-    "rollout.vllm.compile": {"auto": VLLM, "off": VLLM, "on": ON_GPU},
-    "rollout.vllm.sleep": {"true": VLLM, "false": VLLM},
-    "trainer.algorithm": {"grpo": {}, "dapo": {}, "ppo": {}},
-    "trainer.advantage": {"gae": PPO, "rloo": PPO, "reinforce_plus_plus": PPO},
-    "trainer.lr_schedule": {"constant": {}, "linear": {}, "cosine": {}},
-    "trainer.kl_penalty": {"reward": KL, "loss": KL},
-    "trainer.loss": {"auto": GRPO, "grpo": GRPO, "dapo": GRPO, "dr_grpo": GRPO, "bnpo": GRPO},
-    "trainer.scale_rewards": {"group": GRPO, "batch": GRPO, "none": GRPO},
-    "trainer.mask_truncated": {"true": {}, "false": {}},
-    "trainer.old_logprobs": {"auto": {}, "trainer": EXACT, "engine": EXACT},
-    "trainer.correction": {
-        "none": LENIENT,
-        "token_truncate": LENIENT,
-        "token_mask": LENIENT,
-        "sequence_truncate": LENIENT,
-        "sequence_mask": LENIENT,
-    },
-    "trainer.precision": {"fp32": {}, "bf16": {}, "pure_bf16": {"lora.rank": 0}},
-    "trainer.clip": {"auto": {}},
-    "trainer.ratio": {"token": {}, "sequence": GRPO},
-    "trainer.overlong_buffer": {"auto": {}},
-    "trainer.refills": {"auto": {}},
-    "trainer.gradient_checkpointing": {"true": {}, "false": {}},
-    "trainer.drafter.train": {"true": TAUGHT, "false": {}},
-    "trainer.drafter.objective": {"forward_kl": TAUGHT, "tvd": TAUGHT},
-    "trainer.critic.model": {"head": GAE, "separate": GAE},
-    "reward.isolate_user": {"true": {}, "false": {}},
-    "reward.on_limit": {"mask": {}, "zero": {}},
-    "cluster.dashboard": {"true": "tests/specrl/run/test_cluster.py", "false": {}},
-    "report.plots": {"true": {}, "false": {}},
+    "rollout.routed.uncorrected": {"true": {**ROUTED, "rollout.routed.by": "entropy", "trainer.correction": "none"}},
+    "rollout.vllm.scheduling": {ALL: VLLM, "async": ON_DEVICE},
+    "rollout.vllm.runner": {ALL: VLLM, "v2": ON_V2},
+    "rollout.vllm.compile": {ALL: VLLM, "on": ON_GPU},
+    "rollout.vllm.sleep": {ALL: VLLM},
+    "dataset.chat_template": {"on": "tests/specrl/run/test_prompts.py"},
+    "trainer.advantage": {ALL: PPO},
+    "trainer.kl_penalty": {ALL: KL},
+    "trainer.loss": {ALL: GRPO},
+    "trainer.scale_rewards": {ALL: GRPO},
+    "trainer.old_logprobs": {"trainer": EXACT, "engine": EXACT},
+    "trainer.correction": {ALL: LENIENT},
+    "trainer.precision": {"pure_bf16": {"lora.rank": 0}},
+    "trainer.ratio": {"sequence": GRPO},
+    "trainer.drafter.train": {"true": TAUGHT},
+    "trainer.drafter.objective": {ALL: TAUGHT},
+    "trainer.critic.model": {ALL: GAE},
+    "cluster.dashboard": {"true": "tests/specrl/run/test_cluster.py"},
 }
-"""Of every option with choices and every switch: each value and what else it needs, or the test that runs it."""
+"""What a value of an option needs besides, or the test that runs it. Values that are not here need nothing."""
 
 FORMS = [
     *({**EXACT, "rollout.sources": f"[{name}]"} for name in SOURCES),
@@ -191,8 +167,14 @@ def packed(rows: list[dict]) -> list[dict]:
     return runs
 
 
+KNOWN = options.options(Config)
+CHOICES = {
+    (key, value): NEEDS.get(key, {}).get(value, NEEDS.get(key, {}).get(ALL, {}))
+    for key, option in KNOWN.items()
+    for value in option.choices or (("true", "false") if option.type is bool else ())
+}
 ROWS = [
-    *({key: value, **needs} for key, row in CHOICES.items() for value, needs in row.items() if isinstance(needs, dict)),
+    *({key: value, **needs} for (key, value), needs in CHOICES.items() if isinstance(needs, dict)),
     *FORMS,
     *NUMBERS,
 ]
@@ -230,12 +212,11 @@ def train(folder, made, config, changes) -> list[dict]:
     return [line for line in lines if "loss" in line]  # the others are evaluations
 
 
-def test_every_choice_has_a_row():
-    known = options.options(Config)
-    wanted = {key: {*o.choices} or {"true", "false"} for key, o in known.items() if o.choices or o.type is bool}
-    assert {key: {*values} for key, values in CHOICES.items()} == wanted
-    assert all(set(row) <= {*known} for row in [*ROWS, *CONFIGS.values()]), "a row names an option that is none"
-    assert all((ROOT / row).is_file() for rows in CHOICES.values() for row in rows.values() if isinstance(row, str))
+def test_every_row_names_options_values_and_tests_that_exist():
+    assert all(set(row) <= {*KNOWN} for row in [*ROWS, *CONFIGS.values()]), "a row names an option that is none"
+    assert {(key, value) for key, row in NEEDS.items() for value in row if value != ALL} <= {*CHOICES}
+    assert set(NEEDS) <= {key for key, _ in CHOICES}
+    assert all((ROOT / needs).is_file() for needs in CHOICES.values() if isinstance(needs, str))
 
 
 def test_every_config_has_a_row():

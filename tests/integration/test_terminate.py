@@ -83,12 +83,6 @@ def test_a_signal_to_one_process_during_the_last_save_ends_all_after_it(tmp_path
     assert "specrl.report run=" in said[0]
 
 
-def test_the_signals_are_given_back(tmp_path):
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    run(tmp_path, trainer__max_steps=1)
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
-
-
 @pytest.fixture
 def interrupted(tmp_path, monkeypatch, capfd):
     """interrupted(steps, options) -> exit code and output of a run that gets a SIGINT in each of these rollouts."""

@@ -62,15 +62,6 @@ def by_slot(rows, batch) -> dict:
     return {(r.example_id, s): c.tokens for r, s, c in zip(rows, batch.sample_indices, batch.completions, strict=True)}
 
 
-@pytest.mark.parametrize(("acceptance", "plain"), [("exact", False), ("off", True)])
-def test_the_baseline_asks_for_no_drafts_at_all(acceptance, plain):
-    rollout = fake(RolloutConfig(max_new_tokens=8, acceptance=acceptance))
-    batch = rollout.generate(rows_of("a", "b"), visit=0, step=0)
-    assert [request.plain for request in rollout.engine.asked] == [plain] * 2
-    rollout.plain(rows_of("a", "b"), batch.keys)
-    assert [request.plain for request in rollout.engine.asked] == [True] * 2
-
-
 # Keys, samples and requests -------------------------------------------------------------------------------------
 
 
@@ -140,10 +131,11 @@ def test_fresh_rows_never_use_training_keys():
     training, control = set(), set()
     for visit in range(6):
         training |= set(rollout.generate(rows, visit=visit, step=visit).keys)
-        batch = rollout.generate(rows, visit=visit, step=visit, domain="control")
-        control |= set(batch.keys)
-        assert not any(batch.replayed)
-    assert len(control) == 6 * 32, "new at every visit"
+        for domain in ("control", "evaluation"):
+            batch = rollout.generate(rows, visit=visit, step=visit, domain=domain)
+            control |= set(batch.keys)
+            assert not any(batch.replayed)
+    assert len(control) == 2 * 6 * 32, "new at every visit, and other noise in each domain"
     assert not training & control
     assert len(training) < 6 * 32  # control: the training rows were replayed
 
@@ -155,17 +147,6 @@ def test_each_row_has_a_visit_of_its_own():
     assert batch.visits == [0, 2]
     fresh = fake(RolloutConfig(max_new_tokens=4)).generate(rows, visit=[0, 2], step=0)
     assert fresh.keys == [derive_key(SEED, "a", 0, 0), derive_key(SEED, "b", 0, 2)]
-
-
-def test_evaluation_and_control_rows_draw_noise_of_their_own():
-    rollout, rows = fake(RolloutConfig(max_new_tokens=4)), rows_of("a", "b")
-    keys = [
-        key
-        for domain in ("rollout", "control", "evaluation")
-        for visit in range(3)
-        for key in rollout.generate(rows, visit=visit, step=0, domain=domain).keys
-    ]
-    assert len(set(keys)) == len(keys) == 18
 
 
 @pytest.mark.parametrize(
@@ -279,26 +260,6 @@ def test_what_is_stored(acceptance):
     assert batch.total_s == pytest.approx(before + batch.store_s), "storing is charged"
 
 
-def test_a_text_is_stored_with_the_version_that_wrote_it():
-    """The engine may have been updated between sampling and storing."""
-    cache = cache_of()
-    rollout, rows = fake(cache=cache), rows_of("a", group=2)
-    batch = rollout.generate(rows, visit=0, step=3)
-    rollout.engine.weight_version = 4
-    rollout.store(rows, batch, step=3)
-    assert [t.version for t in cache.siblings("a")] == [3, 3]
-
-
-def test_without_a_cache_nothing_is_drafted_or_stored():
-    rollout = fake(cache=None)
-    rows = rows_of("a", group=2)
-    for visit in range(2):
-        batch = rollout.generate(rows, visit=visit, step=visit)
-        rollout.store(rows, batch, step=visit)
-        assert all(q.drafter is None for q in rollout.engine.asked)
-        assert batch.ages == [None, None]
-
-
 def test_plain_uses_the_keys_it_is_given_and_no_drafts():
     cache = cache_of()
     cache.put("a", 0, Trajectory((10, 11), key=0, finish="length", version=0, step=0))
@@ -397,18 +358,6 @@ def test_other_weights_or_a_biased_rule_are_seen_by_the_same_comparison(epochs):
     assert texts(lenient)[0] == texts(exact)[0], "which only starts with the second visit"
 
 
-def test_keys_remembered_with_a_trajectory_are_seen_by_the_same_comparison(epochs, monkeypatch):
-    plain, first = roll(epochs, off), {}
-
-    def remembered(seed, example_id, sample_index, *rest):
-        return first.setdefault((example_id, sample_index), derive_key(seed, example_id, sample_index, *rest))
-
-    monkeypatch.setattr("specrl.rollout.speculative.derive_key", remembered)
-    exact = roll(epochs, None)
-    assert texts(exact)[0] == texts(plain)[0]
-    assert texts(exact)[1:] != texts(plain)[1:]
-
-
 @pytest.mark.parametrize("replay", [0.0, 1.0])
 def test_a_lost_cache_changes_no_token(epochs, replay):
     config = config_of(replay=replay)
@@ -416,15 +365,6 @@ def test_a_lost_cache_changes_no_token(epochs, replay):
     assert texts(kept) == texts(lost)
     assert all({"prefix", "position", "earlier"}.isdisjoint(batch.stats.sources) for _, batch in lost)
     assert all({"prefix", "earlier"} <= set(batch.stats.sources) for _, batch in kept[1:])
-
-
-def test_replay_reuses_more(epochs):
-    def accepted(replay):
-        visits = roll(epochs, None, config=config_of(replay=replay))[1:]
-        return sum(sum(sum(c.reused) for c in batch.completions) for _, batch in visits)
-
-    fresh, half, all_kept = accepted(0.0), accepted(0.5), accepted(1.0)
-    assert fresh < half < all_kept
 
 
 def test_shuffled_order_and_duplicates_change_nothing(epochs):
@@ -504,13 +444,8 @@ def test_sampling_settings_may_change_between_visits(epochs):
     assert texts(roll(epochs, None))[1] != texts(visits)[1]  # control: the distribution matters
 
 
-def test_the_budget_decides_drafts_only(epochs):
-    chosen, fixed = roll(epochs, None, config=config_of(window=0)), roll(epochs, None)
-    assert texts(chosen) == texts(fixed)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("sources", [[], ["prefix"], ["prefix", "position"], ["group"], ["earlier", "group"]])
+@pytest.mark.parametrize("sources", [[], ["prefix", "position"], ["earlier", "group"]])
 @pytest.mark.parametrize("window", [0, 3])
 def test_sources_decide_drafts_only(epochs, sources, window):
     visits = roll(epochs, None, config=config_of(sources=sources, window=window))
@@ -575,3 +510,34 @@ def test_lenient_over_visits_uses_what_it_stored(epochs):
         assert all(all(c.reused) for c in now.completions)
         for a, b in zip(before.completions, now.completions, strict=True):
             assert b.behaviour_logprobs == pytest.approx(a.logprobs, abs=1e-6), "the policy that verified the text last"
+
+
+def test_evaluation_and_control_rows_draw_noise_of_their_own():
+    rollout, rows = fake(RolloutConfig(max_new_tokens=4)), rows_of("a", "b")
+    keys = [
+        key
+        for domain in ("rollout", "control", "evaluation")
+        for visit in range(3)
+        for key in rollout.generate(rows, visit=visit, step=0, domain=domain).keys
+    ]
+    assert len(set(keys)) == len(keys) == 18
+
+
+def test_a_text_is_stored_with_the_version_that_wrote_it():
+    """The engine may have been updated between sampling and storing."""
+    cache = cache_of()
+    rollout, rows = fake(cache=cache), rows_of("a", group=2)
+    batch = rollout.generate(rows, visit=0, step=3)
+    rollout.engine.weight_version = 4
+    rollout.store(rows, batch, step=3)
+    assert [t.version for t in cache.siblings("a")] == [3, 3]
+
+
+def test_without_a_cache_nothing_is_drafted_or_stored():
+    rollout = fake(cache=None)
+    rows = rows_of("a", group=2)
+    for visit in range(2):
+        batch = rollout.generate(rows, visit=visit, step=visit)
+        rollout.store(rows, batch, step=visit)
+        assert all(q.drafter is None for q in rollout.engine.asked)
+        assert batch.ages == [None, None]

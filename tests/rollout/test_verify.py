@@ -10,6 +10,7 @@ from array import array
 from collections import Counter
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import Request
 from specrl.rollout.verify import accept_exact, cut
 from tests.engines import local
+from tests.rollout.test_noise import chi_square, critical
 
 # By hand --------------------------------------------------------------------------------------------------------------
 
@@ -152,17 +154,11 @@ def published_law(p, q, lenience: float) -> dict[tuple, float]:
     return dict(law)
 
 
-def chi_square(counts, law) -> tuple[float, float]:
-    """Statistic and critical value at ALPHA (Wilson-Hilferty). Cells below 5 expected are pooled."""
-    n = sum(counts.values())
-    assert set(counts) <= set(law), "a response outside the law"
-    big = {x: n * m for x, m in law.items() if n * m >= 5}
-    rest = n - sum(big.values())
-    statistic = sum((counts[x] - e) ** 2 / e for x, e in big.items())
-    if rest > 1:
-        statistic += (n - sum(counts[x] for x in big) - rest) ** 2 / rest
-    df = len(big) - (rest <= 1)
-    return statistic, df * (1 - 2 / (9 * df) + 4.7534 * math.sqrt(2 / (9 * df))) ** 3
+def compared(counts, claimed) -> tuple[float, float]:
+    """Statistic and critical value of a chi-square test at ALPHA."""
+    assert set(counts) <= set(claimed), "a response that the distribution does not have"
+    statistic, df = chi_square(np.array([counts[x] for x in claimed]), np.array([*claimed.values()]))
+    return statistic, critical(df, ALPHA)
 
 
 def non_centrality(true, claimed, n: int = N) -> float:
@@ -220,9 +216,9 @@ def old_texts(policies):
 def test_plain_decoding_follows_the_law(old_texts, tables):
     _, counts = old_texts
     p, q = tables
-    statistic, critical = chi_square(counts, exact_law(q))
-    assert statistic < critical
-    assert chi_square(counts, exact_law(p))[0] > 3 * critical  # control: the other policy's distribution
+    statistic, limit = compared(counts, exact_law(q))
+    assert statistic < limit
+    assert compared(counts, exact_law(p))[0] > 3 * limit  # control: the other policy's distribution
 
 
 @pytest.mark.slow
@@ -241,11 +237,9 @@ def test_exact_responses_follow_the_policy_whatever_the_draft(policies, tables, 
         drafts = [worst] * (N // 2)
     done, stats, counts = sample(engine_of(policies[0]), drafts, source)
     claimed = exact_law(p)
-    statistic, critical = chi_square(counts, claimed)
-    assert non_centrality(exact_law(q), claimed, len(drafts)) > 3 * critical, (
-        "the test would not see the old policy's law"
-    )
-    assert statistic < critical
+    statistic, limit = compared(counts, claimed)
+    assert non_centrality(exact_law(q), claimed, len(drafts)) > 3 * limit, "the test would not see the old policy's law"
+    assert statistic < limit
     assert 0 < stats.accepted < stats.drafted, "both acceptances and rejections happened"
     assert {c.finish for c in done} == {"stop", "length"}
 
@@ -259,12 +253,12 @@ def test_lenient_follows_the_published_law_and_not_the_exact_one(policies, table
     drafts, logprobs = [c.tokens for c in texts], [c.logprobs for c in texts]
     done, _, counts = sample(engine_of(policies[0], "lenient", lenience), drafts, f"lenient{lenience}", logprobs)
     published, exact = published_law(p, q, lenience), exact_law(p)
-    statistic, critical = chi_square(counts, published)
-    assert statistic < critical
-    assert non_centrality(published, exact, N // 2) > 3 * critical, "not enough power to tell the two laws apart"
-    assert chi_square(counts, exact)[0] > critical, "the bias of the published rule must show"
+    statistic, limit = compared(counts, published)
+    assert statistic < limit
+    assert non_centrality(published, exact, N // 2) > 3 * limit, "not enough power to tell the two laws apart"
+    assert compared(counts, exact)[0] > limit, "the bias of the published rule must show"
     other = published_law(p, q, math.exp(0.5) if lenience == 1 else 1.0)
-    assert chi_square(counts, other)[0] > critical, "nor does it fit another lenience"
+    assert compared(counts, other)[0] > limit, "nor does it fit another lenience"
     shares = Counter(all(c.reused) for c in done)
     assert min(shares[True], shares[False]) > N / 100
 
@@ -300,5 +294,5 @@ def equal_else_resample(logits, keys, positions, targets=None, **law):
 def test_wrong_rules_are_rejected(policies, tables, old_texts, monkeypatch, name, mutant):
     monkeypatch.setattr(sampler if name == "keyed_sample" else verify, name, mutant)
     _, _, counts = sample(engine_of(policies[0]), [c.tokens for c in old_texts[0][: N // 4]], mutant.__name__)
-    statistic, critical = chi_square(counts, exact_law(tables[0]))
-    assert statistic > critical
+    statistic, limit = compared(counts, exact_law(tables[0]))
+    assert statistic > limit

@@ -212,7 +212,7 @@ def untested(rows):
 
 
 def test_every_promise_has_its_tests_and_its_planted_faults():
-    table = read(ROOT / "docs" / "guarantees.md").partition("## How each promise is tested")[2]
+    table = read(ROOT / "docs" / "promises.md").partition("## How each promise is tested")[2]
     rows = [line for line in table.splitlines() if line.startswith("|")][2:]
     assert rows
     assert untested(rows) == []

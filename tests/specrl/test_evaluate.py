@@ -10,8 +10,6 @@ from specrl.config.schema import Config
 from specrl.evaluate import EvaluateConfig, main
 from specrl.evaluate import command as command_line
 from specrl.generate import command as generate
-from specrl.reward.config import RewardConfig
-from specrl.reward.loading import load_rewards
 from specrl.reward.set import RewardSet
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.keys import derive_key
@@ -64,8 +62,8 @@ def test_run_brings_its_config_and_its_model(trained, monkeypatch):
     monkeypatch.setattr("specrl.evaluate.main", asked.append)
     assert command_line([f"run={trained}", "samples=2"]) == 0
     assert command_line([f"run={trained}", "model=tiny"]) == 0
-    found = [(c.model, c.seed, c.dataset.test_size, c.samples) for c in asked]
-    assert found == [(str(trained / "model"), 3, 5, 2), ("tiny", 3, 5, 8)]
+    commands = [(c.model, c.seed, c.dataset.test_size, c.samples) for c in asked]
+    assert commands == [(str(trained / "model"), 3, 5, 2), ("tiny", 3, 5, 8)]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +148,15 @@ def test_metrics_by_hand():
     assert len({r.key for r in engine.requests}) == 8
 
 
+def test_only_a_full_score_is_right(monkeypatch):
+    assert assess(["2100"])[0]["eval/pass@1"] == 0.5, "or more, as some rewards give for a better proof"
+    assert assess(["11"], weights=[0.1])[0]["eval/pass@1"] == 1.0
+    scored = Digit.__call__
+    monkeypatch.setattr(Digit, "__call__", lambda self, samples: [score / 2 for score in scored(self, samples)])
+    metrics, _ = assess(["1211"])
+    assert (metrics["eval/reward"], metrics["eval/pass@1"]) == (5 / 8, 1 / 4)
+
+
 def test_failures_are_left_out_and_never_zeros():
     metrics, _ = assess(["1990", "1111"])
     assert metrics["eval/failed"] == 2
@@ -203,29 +210,17 @@ def test_pass_at_k_is_that_of_the_verifiable_reward_whatever_the_total(weights):
     assert assess(["1000", "0000"], weights, Nothing())[0]["eval/pass@4"] == 1 / 2, "another reward that failed"
 
 
-def test_only_one_is_right():
-    assert assess(["2100"])[0]["eval/pass@1"] == 0.5, "or more, as some give for a better proof"
-    assert assess(["11"], weights=[0.1])[0]["eval/pass@1"] == 1.0
-
-
-def test_partial_credit_is_not_right(monkeypatch):
-    scored = Digit.__call__
-    monkeypatch.setattr(Digit, "__call__", lambda self, samples: [score / 2 for score in scored(self, samples)])
-    metrics, _ = assess(["1211"])
-    assert (metrics["eval/reward"], metrics["eval/pass@1"]) == (5 / 8, 1 / 4)
-
-
 def test_a_failed_response_leaves_the_others_with_their_own_prompts():
     class Prompts(Length):
         def __call__(self, samples):
             self.prompts = [sample.prompt for sample in samples]
             return [1.0 for _ in samples]
 
-    whole, part = Prompts(), Prompts()
-    assess(["1111", "0000"], (), whole)
-    assess(["1-11", "0000"], (), part)
-    assert len(set(whole.prompts)) == 2
-    assert part.prompts == [*whole.prompts[:1], *whole.prompts[2:]]
+    complete, partial = Prompts(), Prompts()
+    assess(["1111", "0000"], (), complete)
+    assess(["1-11", "0000"], (), partial)
+    assert len(set(complete.prompts)) == 2
+    assert partial.prompts == [*complete.prompts[:1], *complete.prompts[2:]]
 
 
 def test_without_a_verifiable_reward_there_is_no_pass_at_k(monkeypatch):
@@ -235,34 +230,9 @@ def test_without_a_verifiable_reward_there_is_no_pass_at_k(monkeypatch):
     assert not [name for name in metrics if "pass" in name]
 
 
-@pytest.mark.parametrize("isolate", ["true", "false"])
-def test_which_reward_is_verifiable(isolate, tmp_path, monkeypatch):
-    text = "def f(*a, **b): return 1.0\ndef g(*a, **b): return 1.0\ng.verifiable = True\n"
-    (tmp_path / "verifying_plug_in.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def found(*names):
-        rewards = load_rewards(RewardConfig(functions=list(names), isolate_user=isolate == "true"))
-        rewards.close()
-        return rewards.verifiable
-
-    f, g = "verifying_plug_in:f", "verifying_plug_in:g"
-    assert (found("format", f), found("format", "math"), found(f, g, "math"), found("math", g)) == (
-        "",
-        "math",
-        "g",
-        "math",
-    )
-
-
-def test_noise_of_evaluation_is_its_own():
-    assert derive_key(5, "e0", 0, 0, "eval") != derive_key(5, "e0", 0, 0)
-    assert derive_key(5, "e0", 0, 0, "eval") != derive_key(6, "e0", 0, 0, "eval")
-
-
 def command(tmp_path, capsys, *more):
-    given = [*(word for word in words(tmp_path) if not word.startswith("trainer.")), *more]
-    argv = list({word.partition("=")[0]: word for word in given}.values())  # later words win
+    settings = [*(word for word in words(tmp_path) if not word.startswith("trainer.")), *more]
+    argv = list({word.partition("=")[0]: word for word in settings}.values())  # later words win
     code = run(main, argv, schema=EvaluateConfig, training=False)
     return code, *capsys.readouterr()
 
@@ -293,9 +263,3 @@ def test_the_command_has_no_accuracy_when_nothing_could_be_scored(tmp_path, caps
 def test_the_command_takes_one_greedy_response(tmp_path, capsys):
     code, out, _ = command(tmp_path, capsys, "samples=1", "split=train", "rollout.temperature=0")
     assert (code, json.loads(out)["prompts"]) == (0, 12)
-
-
-def test_an_unknown_split_is_one_line(tmp_path, capsys):
-    code, _, err = command(tmp_path, capsys, "split=trian")
-    assert code == 2
-    assert err == "error: split=trian: expected one of test, train. Did you mean 'train'?\n"

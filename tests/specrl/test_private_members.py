@@ -12,7 +12,6 @@ FOREIGN = {
     *("_preempt_request", "_verify", "_sample_random"),  # vLLM
     *("_private", "_global_node"),  # Ray
     *("_patch_lang", "_get_np_dtype"),  # Triton's interpreter
-    "_live_stack",  # rich
     *("_asdict", "_replace"),  # of every named tuple
     "_exit",  # os
 }
@@ -47,13 +46,9 @@ def test_tests_use_public_members():
 @pytest.mark.parametrize(
     "code",
     [
-        "pool._workers",
         "pool._workers[0].pid = 1",
-        "type(engine)._step(engine)",
-        "engine._flow.draw",
         "from specrl.rollout.engines.vllm.engine import _unchanged_process",
         "monkeypatch.setattr(engine, '_sleeps', True)",
-        "monkeypatch.setattr('specrl.rollout.engines.vllm.weights._SHM', folder)",
         "mock.patch.object(pool, '_session')",
     ],
 )
@@ -67,8 +62,6 @@ def test_planted_faults_are_found(code):
         "class Fake:\n    def f(self):\n        return self._engine.generate([])",
         "trainer._compute_loss = loss",
         "os._exit(0)",
-        "pool.__dict__",
-        "monkeypatch.setattr(engine, 'draw', draw)",
         "_shape(vocab)",
     ],
 )

@@ -1,7 +1,6 @@
 """The session of a trainer that owns its vLLM: keys, drafts and visits. Served by vLLM: test_vllm_served.py."""
 
 import importlib.util
-import json
 
 import pytest
 
@@ -63,17 +62,6 @@ def test_replayed_noise_is_accepted_whole(build_model):
     fast = visit(again, model, 1)
     assert [row[2] for row in fast] == [row[2] for row in slow]
     assert sum(row[3] for row in fast) < sum(row[3] for row in slow) / 3
-
-
-def test_wrong_texts_change_nothing(build_model):
-    session, model = ReuseSession(seed=1), build_model("llama")
-    for prompt in PROMPTS:
-        for sample_index in range(GROUP):
-            ticket = session.request(prompt, visit=1, sample_index=sample_index)
-            session.finish(ticket, [(7 * sample_index + i) % 300 for i in range(40)])  # ids that the model lacks, too
-    served = visit(session, model, 4)
-    assert wrong(model, served) == []
-    assert all(keyed.texts for _, keyed, _, _ in served)
 
 
 def test_a_prompt_that_occurs_twice_in_a_batch_takes_slots_of_its_own():
@@ -139,14 +127,6 @@ def test_a_late_response_of_an_older_visit_does_not_replace_a_newer_one():
     session.finish(late, [7])
     session.finish(late, [])
     assert session.request([1], visit=3).request.texts == ((5, 6),)
-
-
-def test_a_request_survives_json():
-    request = KeyedRequest(-(1 << 63), 4, "g", ((5, 6, 7), (), (8,)), own=2)
-    sent = json.loads(json.dumps({"theirs": 1, **request.extra_args()}))
-    assert KeyedRequest.read(sent) == request
-    assert KeyedRequest.read({"theirs": 1}) is None
-    assert KeyedRequest.read(None) is None
 
 
 def test_requests_of_a_group_draft_from_each_other_and_from_their_prompt():

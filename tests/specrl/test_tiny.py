@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from benchmarks.tiny_policy import Recipe, blur, build_model, build_tokenizer, collate, make
-from specrl.config.load import USAGE_ERROR, run
 from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
 
@@ -75,8 +74,3 @@ def test_the_recipe_writes_the_same_file_twice(tmp_path):
         make(Recipe(out=str(tmp_path / name), steps=3, batch=4))
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
     assert one == two
-
-
-def test_a_recipe_without_a_directory_is_refused(capsys):
-    assert run(make, ["steps=5"], Recipe) == USAGE_ERROR
-    assert "out=outputs/tiny" in capsys.readouterr().err

@@ -7,18 +7,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specrl.config import load as cli
-from specrl.config.changes import differences
 from specrl.config.options import ConfigError
 from specrl.results.records import read_records
 from specrl.reward.set import RewardResult
-from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.reduction import Metric, merged
-from specrl.rollout.types import Trajectory
-from specrl.run.policy import adapter, fingerprint
+from specrl.run.policy import adapter
 from specrl.run.prompts import Prompt
-from specrl.run.run import load_cache, scorer
+from specrl.run.run import scorer
 from specrl.tiny import load_tiny
-from specrl.trainers.checkpoint import Checkpoint
 from tests.runs import SHORT, Watch, policy, run, words
 
 EVERY_STEP = {
@@ -80,23 +76,6 @@ def test_the_run_directory(finished):
         json.loads((folder / "environment.json").read_text())
         == json.loads((folder / "report.json").read_text())["environment"]
     )
-
-
-def test_config_yaml_is_the_resolved_config(finished):
-    folder, _ = finished
-    saved = cli.load_saved(folder)
-    assert (saved.name, saved.rollout.replay, saved.trainer.eval_every) == ("run", 1.0, 4)
-    assert saved.trainer.clip == "auto", "defaults are written out"
-    again = cli.load([f"config={folder}"])
-    assert differences(saved, again) == [], "a run directory is a config"
-
-
-def test_the_model_has_a_card(finished):
-    text = (finished[0] / "model" / "README.md").read_text()
-    claims = json.loads((finished[0] / "report.json").read_text())["measured"]["claims"]
-    assert "all these steps: too few to tell, 3 of the 6 steps that it takes" in claims[1]
-    for part in ("rollout rule: exact, replay=1", *claims, "control steps: none of "):
-        assert part in text
 
 
 def test_metrics_have_one_line_per_step_with_every_key(finished, watch):
@@ -191,10 +170,6 @@ def test_a_finished_run_resumes_to_nothing_and_a_longer_one_goes_on(tmp_path):
     assert [line["step"] for line in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_resume_auto_starts_a_run_that_does_not_exist(tmp_path):
-    assert len(run(tmp_path, resume="auto", trainer__max_steps=1).steps) == 1
-
-
 @pytest.mark.parametrize(
     ("options", "prompts", "expected"),
     [
@@ -202,8 +177,6 @@ def test_resume_auto_starts_a_run_that_does_not_exist(tmp_path):
         ({"trainer__epochs": 3}, 15, 9),
         ({"trainer__epochs": 2, "trainer__updates_per_rollout": 2}, 12, 12),
         ({"trainer__epochs": 3, "trainer__max_steps": 5}, 12, 5),
-        ({"trainer__epochs": 1, "trainer__max_steps": 50}, 12, 50),
-        ({"trainer__epochs": 0, "trainer__max_steps": 4}, 12, 4),
     ],
 )
 def test_steps(tmp_path, options, prompts, expected):
@@ -214,14 +187,6 @@ def test_max_steps_goes_beyond_the_epochs(tmp_path):
     record = run(tmp_path, trainer__epochs=1, trainer__max_steps=5, trainer__eval_prompts=2)
     assert len(record.steps) == 5
     assert [line["step"] for line in records(tmp_path / "run") if "eval/reward" in line] == [0, 5]
-
-
-@pytest.mark.slow
-def test_prompts_that_an_epoch_has_no_place_for_are_named(tmp_path, capsys):
-    run(tmp_path, dataset__train_size=6, trainer__max_steps=1)
-    assert "Each epoch leaves out 2 of 6 prompts, as trainer.prompts_per_step is 4." in capsys.readouterr().out
-    run(tmp_path, name="even", dataset__train_size=8, trainer__max_steps=1)
-    assert "leaves out" not in capsys.readouterr().out
 
 
 def test_a_crash_before_the_first_checkpoint_leaves_each_step_once_after_the_resume(tmp_path, monkeypatch):
@@ -239,20 +204,6 @@ def test_a_crash_before_the_first_checkpoint_leaves_each_step_once_after_the_res
     lines = records(tmp_path / "run")
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
     assert [line["step"] for line in lines if "eval/reward" in line] == [0, 4]
-
-
-def test_a_resume_uses_no_text_of_later_steps(tmp_path):
-    """Of a checkpoint whose trajectories are, by whatever means, newer than its weights."""
-    config = cli.load(words(tmp_path))
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(policy()), AutoTokenizer.from_pretrained(policy())
-    checkpoint = Checkpoint(tmp_path / "checkpoint-4")
-    cache = TrajectoryCache(Fingerprint(*fingerprint(config, tokenizer)), len(tokenizer))
-    for sample_index, step in enumerate((3, 4, 5)):
-        cache.put("a", sample_index, Trajectory((1, 2), 5, "length", step, step))
-    cache.save(checkpoint.trajectories, 5)
-    loaded = load_cache(config, tokenizer, model, frozenset(), checkpoint)
-    assert [loaded.get("a", sample_index) is not None for sample_index in range(3)] == [True, True, False]
-    assert loaded.stats()["cache/skipped"] == 1
 
 
 @pytest.mark.slow

@@ -22,14 +22,14 @@ def few_digits(prompt: str, completion: str, answer: str | None) -> float:
 
 
 def words(folder, draft, *more):
-    given = runs.words(
+    settings = runs.words(
         folder,
         rollout__acceptance="off",
         rollout__drafter=draft,
         dataset__train_size=48,
         reward__functions=REWARD,
     )
-    found = [*[word for word in given if not word.startswith("trainer.")], *more]
+    found = [*[word for word in settings if not word.startswith("trainer.")], *more]
     return list({word.partition("=")[0]: word for word in found}.values())
 
 
@@ -60,8 +60,8 @@ def test_the_report_compares_the_rules(trained):
 
 
 def test_evaluation_with_a_judge(trained, draft, tmp_path, capsys):
-    given = ["rollout.acceptance=judged", f"rollout.judged.path={trained}"]
-    assert run_evaluate(tmp_path, draft, capsys, *given)[0] == 0
+    settings = ["rollout.acceptance=judged", f"rollout.judged.path={trained}"]
+    assert run_evaluate(tmp_path, draft, capsys, *settings)[0] == 0
     _, plain = run_evaluate(tmp_path, draft, capsys, "rollout.drafter=")
     kl = ["rollout.acceptance=judged", "rollout.judged.by=kl", "rollout.judged.threshold=0"]
     _, exact = run_evaluate(tmp_path, draft, capsys, *kl)
@@ -71,8 +71,8 @@ def test_evaluation_with_a_judge(trained, draft, tmp_path, capsys):
 
 def test_a_judge_of_another_policy_is_refused(trained, draft, tmp_path, capsys):
     other = runs.build_policy(tmp_path / "other", seed=2)
-    given = ["rollout.acceptance=judged", f"rollout.judged.path={trained}", f"model={other}"]
-    code, err = run_evaluate(tmp_path, draft, capsys, *given)
+    settings = ["rollout.acceptance=judged", f"rollout.judged.path={trained}", f"model={other}"]
+    code, err = run_evaluate(tmp_path, draft, capsys, *settings)
     assert code == 3
     assert "was trained for another policy" in err
 
@@ -105,8 +105,8 @@ def finished(tmp_path_factory):
 
 
 def cached(folder, run, *more):
-    given = {"rollout__drafter": "", "dataset__train_size": 24, "reward__functions": THIRDS, "model": run / "model"}
-    found = [word for word in runs.words(folder, **given) if not word.startswith("trainer.")]
+    settings = {"rollout__drafter": "", "dataset__train_size": 24, "reward__functions": THIRDS, "model": run / "model"}
+    found = [word for word in runs.words(folder, **settings) if not word.startswith("trainer.")]
     return [*found, f"cache={run}", f"out={folder / 'j'}", *more]
 
 

@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 import specrl.train
 from specrl.config import load as cli
 from specrl.config.load import RUN_ERROR
-from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
-from specrl.rollout.cache.reading import load
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache, load
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.sections import CacheConfig
 from specrl.rollout.types import CacheError, Trajectory

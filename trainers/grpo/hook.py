@@ -12,8 +12,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from specrl.rollout.build import build_engine
-from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
-from specrl.rollout.cache.reading import load
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache, load
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import EngineSpec
 from specrl.rollout.engines.local.engine import TransformersEngine

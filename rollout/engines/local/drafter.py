@@ -63,19 +63,17 @@ class ModelDrafter:
 
     reads_states = False
     """It drafts from the policy's final hidden states."""
+    reader: Reader
+    """Of the rows that `open` was given."""
 
     def __init__(self, model: PreTrainedModel, sampling: SamplingParams, limits: Limits | None = None, ids: int = 0):
         self.packed = packed_model(model, sampling, limits, checked=not self.reads_states)
-        self.inference = self.packed.inference
-        self.timing = self.packed.timing
-        self.vocab = self.packed.vocab
-        self.context = self.packed.context
         self.model = model
         self.dropped = 0
         """Samples thrown away because the model's logits were NaN or infinite."""
         self._frequent: Frequent | None = None
         self._trimmed: TrimmedSampler | None = None
-        if 0 < ids < self.vocab:
+        if 0 < ids < self.packed.vocab:
             self._trim(sampling, ids)
 
     def open(self, requests: Sequence[Request], max_rows: int, policy: Reader) -> None:
@@ -83,7 +81,7 @@ class ModelDrafter:
 
         Args: policy: at work on the same rows.
         """
-        self._reader = self._reader_of(requests, max_rows, policy)
+        self.reader = self._reader_of(requests, max_rows, policy)
         if self._frequent and self._trimmed:
             self._frequent.learn({tuple(request.prompt) for request in requests})
             self._trimmed.take(self._frequent.most(len(self._trimmed.ids)))
@@ -92,18 +90,6 @@ class ModelDrafter:
         """Counts the ids of a rollout's responses."""
         if self._frequent:
             self._frequent.learn(responses)
-
-    def admit(self, rows: Mapping[int, Sequence[int]]) -> None:
-        """Rows join the batch. Args: rows: number -> what it has emitted already."""
-        self._reader.admit(dict.fromkeys(rows, ()))  # it reads what they have emitted when it drafts for them
-
-    def leave(self, rows: Sequence[int], compact: bool) -> None:
-        """See `Reader.leave`."""
-        self._reader.leave(rows, compact)
-
-    def missing_count(self, row: int, length: int) -> int:
-        """See `Reader.missing_count`."""
-        return self._reader.missing_count(row, length)
 
     def propose(
         self, texts: Mapping[int, Sequence[int]], limits: Sequence[int], chain: Chain, budget: Budget
@@ -119,13 +105,13 @@ class ModelDrafter:
         rows = [*texts]
         drafts: list[list[int]] = [[] for _ in texts]
         if chain.active:
-            self._reader.prefill()
-        feed = {i: self._reader.missing(rows[i], texts[rows[i]]) for i in chain.active}
+            self.reader.prefill()
+        feed = {i: self.reader.missing(rows[i], texts[rows[i]]) for i in chain.active}
         while active := chain.active:
             began = time.perf_counter()
             samples: dict[int, TargetSamples] = {}
-            for part in self._reader.parts({rows[i]: feed[i] for i in active}):
-                samples |= self._reader.read(part, ends=True)
+            for part in self.reader.parts({rows[i]: feed[i] for i in active}):
+                samples |= self.reader.read(part, ends=True)
             logprobs = [samples[rows[i]].logprobs[0] if samples[rows[i]].usable else math.nan for i in active]
             budget.drafter.observe(sum(len(feed[i]) for i in active), time.perf_counter() - began, len(active))
             self.dropped += sum(map(math.isnan, logprobs))
@@ -141,11 +127,11 @@ class ModelDrafter:
         if reason := peculiar(self.packed.lm_head):
             log.warning(
                 "drafts are sampled from all %d ids and not from the %d of rollout.local.drafter_vocab: %s",
-                self.vocab,
+                self.packed.vocab,
                 ids,
                 reason,
             )
             return
-        self._frequent = Frequent(self.vocab, sampling.eos_ids)
+        self._frequent = Frequent(self.packed.vocab, sampling.eos_ids)
         self._trimmed = TrimmedSampler(self.packed.lm_head, sampling, self.packed.limits.logits_mb, ids)
         self.packed.sampler = self._trimmed

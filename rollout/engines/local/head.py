@@ -1,4 +1,4 @@
-"""A head on the policy's hidden states: one layer that drafts from states that the policy has computed."""
+"""The draft models of `rollout.drafter`: a head on the policy's hidden states, or a separate model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaPre
 
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.chain import Chain
-from specrl.rollout.engines.base import Limits, SamplingParams
-from specrl.rollout.engines.local.attention import Layout
+from specrl.rollout.durable import read_json
+from specrl.rollout.engines.base import EngineSpec, Limits, SamplingParams
 from specrl.rollout.engines.local.drafter import ModelDrafter
+from specrl.rollout.engines.local.model import Layout, base_model
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.types import Request, RolloutError
 
@@ -191,7 +192,7 @@ class HeadDrafter(ModelDrafter):
         """See `ModelDrafter.propose`. The draft is rolled back, as it was computed from approximate states."""
         drafts = super().propose(texts, limits, chain, budget)
         for row, text in texts.items():
-            self._reader.rollback(row, len(text))
+            self.reader.rollback(row, len(text))
         return drafts
 
     def _reader_of(self, requests: Sequence[Request], max_rows: int, policy: Reader) -> Reader:
@@ -206,6 +207,39 @@ def drafter_of(
     if isinstance(model, Head):
         return HeadDrafter(model, sampling, limits, ids)
     return ModelDrafter(model, sampling, limits, ids)
+
+
+def load_drafter(spec: EngineSpec, policy: PreTrainedModel) -> PreTrainedModel:
+    """The draft model of `rollout.drafter`: a head on the policy, or a separate model.
+
+    Raises:
+        RolloutError: it cannot be loaded, or is a head where drafts are accepted as text.
+    """
+    rollout = spec.rollout
+    if rollout.drafter != "head" and not is_head(rollout.drafter):
+        try:
+            return spec.load(rollout.drafter)
+        except (OSError, ValueError) as error:
+            missing = "" if Path(rollout.drafter).is_dir() else "there is no such directory, and "
+            raise RolloutError(
+                f"rollout.drafter={rollout.drafter} cannot be loaded: {missing}{str(error).strip().splitlines()[0]} "
+                "Give a model directory, such as `python -m specrl.drafter out=DIR` writes"
+            ) from error
+    if rollout.acceptance in ("judged", "routed"):
+        raise RolloutError(
+            f"rollout.acceptance={rollout.acceptance} accepts text of rollout.drafter, but a head on the policy's "
+            "states writes none by itself. Use a draft model, as `python -m specrl.drafter kind=model out=DIR` makes"
+        )
+    policy = base_model(policy)
+    return Head.of(policy) if rollout.drafter == "head" else Head.load(rollout.drafter, policy)
+
+
+def is_head(directory: str) -> bool:
+    """Whether the directory holds a head on hidden states, as its config.json says."""
+    try:
+        return ARCHITECTURE in read_json((Path(directory) / "config.json").read_text("utf-8"))["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _shifted(request: Request) -> Request:

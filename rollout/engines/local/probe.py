@@ -2,7 +2,7 @@
 
 Logits alone would not show a difference of a model whose weights are small, of a 16-bit type, or of long texts. So the
 probe also compares what does not depend on the weights: the arguments that attention receives
-(`attention.packed_attention`), which tokens its masks hide, enlarged logits, and keys beside a far position.
+(`model.packed_attention`), which tokens its masks hide, enlarged logits, and keys beside a far position.
 """
 
 from __future__ import annotations

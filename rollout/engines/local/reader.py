@@ -10,10 +10,9 @@ from itertools import chain, pairwise
 import numpy as np
 import torch
 
-from specrl.rollout.engines.local.attention import Layout
 from specrl.rollout.engines.local.kv import KV, States
 from specrl.rollout.engines.local.memory import row_tokens
-from specrl.rollout.engines.local.model import InFlightPass, PackedModel, chunks
+from specrl.rollout.engines.local.model import InFlightPass, Layout, PackedModel, chunks
 from specrl.rollout.engines.local.sampler import unpack
 from specrl.rollout.types import Request, RolloutError
 from specrl.rollout.verify import TargetSamples, accept_exact

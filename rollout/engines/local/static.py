@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 
 from specrl.rollout.engines.base import Limits, SamplingParams
 from specrl.rollout.engines.local import varlen
-from specrl.rollout.engines.local.attention import Layout
 from specrl.rollout.engines.local.graphs import Graphs, cuda_graphs
 from specrl.rollout.engines.local.kv import KV
-from specrl.rollout.engines.local.model import InFlightPass, PackedModel
+from specrl.rollout.engines.local.model import InFlightPass, Layout, PackedModel
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from vllm.config.speculative import SpeculativeMethod
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
-from specrl.rollout.drafter import is_head
 from specrl.rollout.engines.base import EngineSpec, SamplingParams
+from specrl.rollout.engines.local.head import is_head
 from specrl.rollout.types import RolloutError
 
 CPU_KV_MB = 512

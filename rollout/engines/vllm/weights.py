@@ -24,9 +24,8 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from vllm.utils.network_utils import get_open_port
 
-from specrl.rollout.drafter import is_head
 from specrl.rollout.engines.base import DRAFTER, EngineSpec, Probe
-from specrl.rollout.engines.local.head import Head
+from specrl.rollout.engines.local.head import Head, is_head
 from specrl.rollout.engines.transfer import Meta, Route, Source, Topology, choose_route
 from specrl.rollout.engines.vllm.worker import gpu_of, has_draft_model
 from specrl.rollout.types import RolloutError

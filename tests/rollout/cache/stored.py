@@ -2,7 +2,7 @@
 
 import random
 
-from specrl.rollout.cache import reading
+from specrl.rollout.cache import memory
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.types import Trajectory
 
@@ -29,7 +29,7 @@ def saved(directory, given, step=0, fingerprint=PRINT) -> TrajectoryCache:
 
 
 def load(directory, fingerprint=PRINT, vocab_size=1000, eos_ids=(EOS,), **options) -> TrajectoryCache:
-    return reading.load(directory, fingerprint, vocab_size, eos_ids, **options)
+    return memory.load(directory, fingerprint, vocab_size, eos_ids, **options)
 
 
 def contents(cache, given):

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
-from specrl.rollout.cache import disk, reading
-from specrl.rollout.cache.disk import LOCK, SNAPSHOT
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.cache.snapshot import LOCK, SNAPSHOT
 from specrl.rollout.types import CacheError, Trajectory
 from tests.rollout.cache.stored import PRINT, contents, entries, load, saved
 
@@ -70,20 +69,6 @@ def test_data_then_rename_then_directory_reach_the_disk(tmp_path, monkeypatch):
     saved(tmp_path, entries())
     size = (tmp_path / SNAPSHOT).stat().st_size
     assert calls == [f"fsync {size}", f"rename {size}", "fsync directory"]
-
-
-def test_newer_format_is_an_error_and_older_is_cold(tmp_path, monkeypatch, caplog):
-    for written, now in [(3, 2), (1, 2)]:
-        monkeypatch.setattr(disk, "FORMAT", written)
-        saved(tmp_path, entries())
-        monkeypatch.setattr(reading, "FORMAT", now)
-        if written > now:
-            with pytest.raises(CacheError, match=r"format 3; this version .* up to 2\. Update specrl, or .*clear=true"):
-                load(tmp_path)
-        else:
-            assert len(load(tmp_path)) == 0
-            assert "format 1, older than 2. Starting with an empty" in caplog.text
-    assert (tmp_path / SNAPSHOT).exists()
 
 
 def test_another_identity_is_an_error(tmp_path):

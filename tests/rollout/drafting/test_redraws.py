@@ -1,5 +1,7 @@
 """Redraws: the tokens that a pass sampled after a mismatch are drafted if their acceptance is higher."""
 
+import pytest
+
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.draft import Draft
 from specrl.rollout.drafting.drafting import Drafting
@@ -67,29 +69,23 @@ class Old:
         return self.text[len(tokens) : len(tokens) + limit]
 
 
-def test_a_text_goes_on_where_they_end_if_it_has_the_last_of_them():
+@pytest.mark.parametrize(
+    ("drafter", "custom_accepted", "want"),
+    [
+        (Old([5, 6, 7, 3, 11, 12]), 0, ([4, 3, 11, 12], "redraw")),  # continued by the text, which has their last token
+        (Old([5, 6, 4, 8, 11, 12]), 0, ([4, 3], "redraw")),
+        (Fixed(), 0, ([4, 3], "redraw")),
+        (Fixed(), 4, ([5, 6, 7, 8], "custom")),
+    ],
+)
+def test_the_guess_of_higher_acceptance_is_drafted(drafter, custom_accepted, want):
     """Redraws are as long as the rejected part of the last draft. A text may continue after them."""
-    for text, want in (([5, 6, 7, 3, 11, 12], [4, 3, 11, 12]), ([5, 6, 4, 8, 11, 12], [4, 3])):
-        made, row = drafting(), row_of(Old(text))
-        for state in ("lost", "diverged", "agreeing"):
-            for _ in range(60):
-                made.budget.observe_draft((state, "redraw"), 4, 4)
-                made.budget.observe_draft((state, "custom"), 4, 0)
-        made.propose([row], EngineStats())
-        settle(made, row, Draft([5, 6, 7], "custom"), [5, 9, 4, 3])
-        (draft,) = made.propose([row], EngineStats())
-        assert (draft.tokens, draft.source) == (want, "redraw")
-
-
-def test_what_became_of_them_decides():
-    """Compared with a drafter whose proposals are accepted or not."""
-    for stands, want in ((True, "custom"), (False, "redraw")):
-        made, row = drafting(), row_of(Fixed())
-        for state in ("lost", "diverged", "agreeing"):
-            for _ in range(60):
-                made.budget.observe_draft((state, "custom"), 4, 4 if stands else 0)
-                made.budget.observe_draft((state, "redraw"), 2, 1)
-        made.propose([row], EngineStats())
-        settle(made, row, Draft([5, 6, 7], "custom"), [5, 9, 4, 3])
-        (draft,) = made.propose([row], EngineStats())
-        assert draft.source == want
+    made, row = drafting(), row_of(drafter)
+    for state in ("lost", "diverged", "agreeing"):
+        for _ in range(60):
+            made.budget.observe_draft((state, "custom"), 4, custom_accepted)
+            made.budget.observe_draft((state, "redraw"), 2, 1)
+    made.propose([row], EngineStats())
+    settle(made, row, Draft([5, 6, 7], "custom"), [5, 9, 4, 3])
+    (draft,) = made.propose([row], EngineStats())
+    assert (draft.tokens, draft.source) == want

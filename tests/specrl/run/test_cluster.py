@@ -1,10 +1,8 @@
 """Starting and joining Ray: loopback only, authenticated, and errors that say what to do."""
 
 import atexit
-import builtins
 import os
 import socket
-import stat
 import subprocess
 import sys
 import time
@@ -86,12 +84,6 @@ def test_only_those_with_the_token_can_join(started):
     assert "Authentication" in refused.stderr
 
 
-@pytest.mark.slow
-def test_the_folder_of_sockets_and_logs_is_private(started):
-    session = Path(started._private.worker._global_node.get_session_dir_path())
-    assert stat.S_IMODE(session.parents[1].stat().st_mode) == 0o700
-
-
 def test_what_killed_runs_left_is_removed_and_what_living_ones_use_is_not():
     hold = "from specrl.run.cluster import private_folder as f; c = f(); print(c.__enter__(), flush=True); input()"
     command = [sys.executable, "-c", hold]
@@ -121,7 +113,7 @@ def node(cpus, gpus=0.0, alive=True):
 
 
 @pytest.mark.parametrize(
-    ("asked", "nodes", "room"),
+    ("workers", "nodes", "capacity"),
     [
         ((2, 1.0, 0.0), [node(2.0)], 2),
         ((3, 1.0, 0.0), [node(2.0)], 2),
@@ -132,25 +124,16 @@ def node(cpus, gpus=0.0, alive=True):
         ((2, 1.0, 1.0), [node(8.0, 1.0), node(1.0, 4.0)], 2),
         ((4, 0.5, 0.25), [node(2.0, 1.0)], 4),
         ((5, 0.1, 0.25), [node(2.0, 1.0)], 4),
-        ((2, 0.0, 0.0), [node(1.0)], 2),
     ],
 )
-def test_workers_must_fit_node_by_node(asked, nodes, room):
-    workers, cpus, gpus = asked
-    config = ClusterConfig(num_workers=workers, cpus_per_worker=cpus, gpus_per_worker=gpus)
-    if room >= workers:
+def test_workers_must_fit_node_by_node(workers, nodes, capacity):
+    count, cpus, gpus = workers
+    config = ClusterConfig(num_workers=count, cpus_per_worker=cpus, gpus_per_worker=gpus)
+    if capacity >= count:
         check_resources(config, nodes)
         return
-    with pytest.raises(ConfigError, match=rf"num_workers={workers} .* room for {room}\. Lower num_workers"):
+    with pytest.raises(ConfigError, match=rf"num_workers={count} .* enough for {capacity}\. Lower num_workers"):
         check_resources(config, nodes)
-
-
-@pytest.mark.slow
-def test_gpus_that_are_not_there(started):
-    with pytest.raises(ConfigError, match="1 CPUs and 1 GPUs do not fit: the cluster has 1 CPUs and 0 GPUs"):  # noqa: SIM117
-        with connect(ClusterConfig(num_workers=1, gpus_per_worker=1)):
-            pass
-    assert started.is_initialized()
 
 
 FAILS = """
@@ -229,17 +212,3 @@ def test_a_cluster_of_another_version_is_named_with_both(unstarted, monkeypatch)
     )
     assert "\n" not in str(caught.value)
     assert "token" not in str(caught.value)
-
-
-def test_ray_not_installed(monkeypatch):
-    real = builtins.__import__
-
-    def without_ray(name, *args, **kwargs):
-        if name == "ray":
-            raise ModuleNotFoundError("No module named 'ray'")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_ray)
-    with pytest.raises(ConfigError, match=r"num_workers=2 needs Ray: .*pip install 'specrl\[ray\]'"):  # noqa: SIM117
-        with connect(ClusterConfig(num_workers=2)):
-            pass

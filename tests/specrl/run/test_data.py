@@ -1,5 +1,4 @@
 import json
-import random
 from pathlib import Path
 
 import pyarrow
@@ -8,11 +7,8 @@ import pytest
 
 from specrl.config.options import ConfigError
 from specrl.config.schema import DatasetConfig
-from specrl.run.data import Example, load_examples, to_dataset
-from specrl.run.sources import final_answer
+from specrl.run.data import Example, final_answer, load_examples, to_dataset
 
-SHARED = Path(__file__).parents[3].parent / "shared/data"
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="GSM8K and MATH-500 are not beside the repository")
 ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"} for n in range(20)]
 
 
@@ -24,38 +20,6 @@ def write(path: Path, rows: list) -> str:
 
 def load(name, split="train", seed=0, **options) -> list[Example]:
     return load_examples(str(name), DatasetConfig(**options), split, seed)
-
-
-@needs_shared
-@pytest.mark.parametrize(("split", "count"), [("train", 7473), ("test", 1319)])
-def test_gsm8k_file(split, count):
-    examples = load(SHARED / "gsm8k", split)
-    assert len(examples) == count
-    assert len({example.id for example in examples}) == count
-    assert all(example.answer.lstrip("-").isdigit() for example in examples)
-    assert all(example.fields["solution"].replace(",", "").endswith(f"#### {example.answer}") for example in examples)
-
-
-@needs_shared
-def test_math500_file():
-    examples = load(SHARED / "math500", "test")
-    assert len(examples) == len({example.id for example in examples}) == 500
-    assert examples[0].id == "test/precalculus/807.json"
-    assert examples[0].answer == "\\left( 3, \\frac{\\pi}{2} \\right)"
-    assert examples[0].fields["level"] == 2
-    boxes = [(final_answer(example.fields["solution"]), example.answer) for example in examples]
-    assert all(box is not None for box, _ in boxes)
-    same = sum(box.split() == answer.split() for box, answer in boxes)
-    assert same > 450, "the last box of the solution is the answer column, apart from a few spellings"
-
-
-@needs_shared
-def test_real_ids_survive_shuffling_and_insertion(tmp_path):
-    rows = [json.loads(line) for line in (SHARED / "gsm8k/test.jsonl").read_text().splitlines()]
-    before = {example.prompt: example.id for example in load(SHARED / "gsm8k", "test")}
-    random.Random(0).shuffle(rows)
-    changed = load(write(tmp_path / "test.jsonl", [ROWS[1], *rows]), "test")
-    assert {e.prompt: e.id for e in changed[1:]} == before
 
 
 def test_ids_come_from_content_and_duplicates_are_counted(tmp_path):
@@ -86,15 +50,13 @@ def test_template_and_system_prompt_do_not_change_ids(tmp_path):
         {"role": "user", "content": "Q: What is 1 + 1?\nA: {x}"},
     ]
     assert plain[1].prompt == "What is 1 + 1?"
-    assert [e.id for e in plain] == [e.id for e in framed]
-
-
-def test_chat_columns_keep_their_own_system_message(tmp_path):
     chat = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "one"}]
-    name = write(tmp_path / "a.jsonl", [{"prompt": chat}])
-    (example,) = load(name, system_prompt="Yours.", prompt_template="<{prompt}>")
-    assert [message["content"] for message in example.prompt] == ["Mine.", "<one>"]
+    (example,) = load(
+        write(tmp_path / "chat.jsonl", [{"prompt": chat}]), system_prompt="A", prompt_template="<{prompt}>"
+    )
+    assert [message["content"] for message in example.prompt] == ["Mine.", "<one>"], "a chat keeps its system message"
     assert example.answer is None
+    assert [e.id for e in plain] == [e.id for e in framed]
 
 
 @pytest.mark.parametrize(
@@ -124,12 +86,12 @@ def test_math_without_answer_column_takes_the_last_box(tmp_path):
     ]
 
 
-def test_json_parquet_shards_and_column_options(tmp_path):
+def test_parquet_shards_and_column_options(tmp_path):
     (tmp_path / "data").mkdir()
     for at in (0, 1):
         table = pyarrow.Table.from_pylist([{"Text": f"t{at}", "Gold": at, "kind": "k"}])
         pyarrow.parquet.write_table(table, tmp_path / "data" / f"train-0000{at}-of-00002.parquet")
-    (tmp_path / "test.json").write_text(json.dumps([{"Text": "u", "Gold": 0.5}]))
+    (tmp_path / "test.jsonl").write_text(json.dumps({"Text": "u", "Gold": 0.5}))
     columns = {"prompt_column": "Text", "answer_column": "Gold"}
     assert [(e.prompt, e.answer, e.fields) for e in load(tmp_path, **columns)] == [
         ("t0", "0", {"kind": "k"}),
@@ -155,13 +117,6 @@ def test_slices_divide_one_file(tmp_path):
     assert [len(half) for half in halves] == [18, 2]
     assert halves[0] + halves[1] == load(name)
     assert len(load(name, train_split="train[-3:]")) == 3
-
-
-def test_arithmetic_is_deterministic_and_split_safe():
-    train, test = load("arithmetic", train_size=40), load("arithmetic", "test", test_size=40)
-    assert train == load("arithmetic", train_size=40)
-    assert not {e.prompt for e in train} & {e.prompt for e in test}
-    assert train[0].fields["solution"].endswith(f"#### {train[0].answer}")
 
 
 def test_presets_and_hub_ids_go_through_load_dataset(monkeypatch):
@@ -213,18 +168,21 @@ def test_hub_failures_are_one_readable_line(monkeypatch, failure, message):
         ("{d}/nowhere/at/all.jsonl", {}, r"No file or directory .*nowhere\.$"),
         ("{d}/empty.jsonl", {}, r"empty\.jsonl has no rows in its split 'train'"),
         ("{d}/torn.jsonl", {}, r"torn\.jsonl, line 2: not JSON"),
-        ("{d}/list.jsonl", {}, r"list\.jsonl must hold objects with columns, not '3'"),
+        ("{d}/list.jsonl", {}, r"list\.jsonl, line 1: must be an object with columns, not '3'"),
         ("{d}/notes.txt", {}, r"notes\.txt is no data file: its name ends in none of \.jsonl"),
         ("{d}/broken.parquet", {}, r"Cannot read .*broken\.parquet: "),
         ("{d}/train.jsonl", {"prompt_column": "qestion"}, r"no column 'qestion'\. Did you mean 'question'\? It has: "),
         ("{d}/train.jsonl", {"answer_column": "gold"}, r"no column 'gold'.*Set dataset\.answer_column"),
         ("{d}/odd.jsonl", {}, r"no column prompt or question.*It has: a, b\. Set dataset\.prompt_column"),
         ("{d}/gap.jsonl", {}, r"gap\.jsonl, line 2: 'question' must be text or a chat, not 'None'"),
-        ("{d}/train.jsonl", {"train_size": 21}, r"dataset\.train_size=21, but .* has 20 rows there\. Set 20, or 0"),
+        (
+            "{d}/train.jsonl",
+            {"train_size": 21},
+            r"train_size=21, but .* has 20 rows there\. Try dataset\.train_size=20",
+        ),
         ("{d}/train.jsonl", {"train_split": "test"}, r"serves as split 'train', not 'test'.*train\[90%:\]"),
         ("{d}", {"train_split": "validation"}, r"has no validation\.jsonl .*it holds .*train\.jsonl"),
         ("{d}", {"train_split": "train[5]"}, r"dataset\.train_split=train\[5\] is no split"),
-        ("arithmetic", {}, r"dataset\.train_size=0: data=arithmetic is generated without end"),
     ],
 )
 def test_errors(tmp_path, name, options, message):

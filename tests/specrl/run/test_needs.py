@@ -1,9 +1,5 @@
 """What a config needs that is not there yet: one line with the command that makes it, before anything is loaded."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from specrl.config import load as cli
@@ -93,16 +89,3 @@ def test_a_new_head_needs_no_command(start):
     code, error = start("config=grpo_math", "rollout.drafter=heads", "trainer.drafter.train=true")
     assert (code, "rollout.drafter=heads does not exist" in error) == (USAGE_ERROR, True), "the control: a directory"
     assert start("config=grpo_math", "rollout.drafter=head", "trainer.drafter.train=true") == (0, "")
-
-
-def test_nothing_heavy_is_loaded_before(tmp_path):
-    code = (
-        "import sys; from specrl.config import load as config; import specrl.train; "
-        "rc = config.run(specrl.train.main, ['config=arbitrage_math']); "
-        "sys.exit(rc if 'torch' not in sys.modules else 'torch is loaded')"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, "specrl.drafter out=" in done.stderr) == (USAGE_ERROR, True), done.stderr

@@ -37,10 +37,3 @@ def test_a_script_ignores_modules_of_the_same_names(folder):
     (folder / "script.py").write_text(code)
     done = start(folder, str(folder / "script.py"))
     assert (done.returncode, done.stdout) == (0, "specrl.rollout.config specrl.rollout.build\n"), done.stderr
-
-
-def test_a_script_may_import_its_own_modules(folder):
-    (folder / "reward.py").write_text("NAME = 'own'")
-    (folder / "script.py").write_text("import reward, specrl.reward.base\nprint(reward.NAME)")
-    done = start(folder, str(folder / "script.py"))
-    assert (done.returncode, done.stdout) == (0, "own\n"), done.stderr

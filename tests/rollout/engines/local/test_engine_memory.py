@@ -12,10 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specrl.rollout.engines.base import Limits, SamplingParams
 from specrl.rollout.engines.local import memory as memory_plan
-from specrl.rollout.engines.local import probe, sampler
+from specrl.rollout.engines.local import probe
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.keys import derive_key
-from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import Request, RolloutError
 from tests.engines import local
 from tests.rollout.golden import (
@@ -32,11 +31,8 @@ MB = 2**20
 @pytest.mark.parametrize(
     "settings",
     [
-        {"tokens_per_pass": 1},
         {"tokens_per_pass": 7},
-        {"tokens_per_pass": 40},
         {"rows_per_batch": 1},
-        {"rows_per_batch": 5},
         {"logits_mb": 0},  # one position at a time
         {"rows_per_batch": 9, "tokens_per_pass": 11, "logits_mb": 0},
     ],
@@ -178,16 +174,3 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(golden, monkeypatch):
     scarce(monkeypatch, 2, RuntimeError("an illegal memory access"))
     with pytest.raises(RuntimeError, match=r"^an illegal memory access$"):
         engine_of(model).generate(requests_of(cases))
-
-
-def test_logits_exist_in_chunks_only(golden, monkeypatch):
-    model, cases, want = golden("llama")
-    sizes = []
-    monkeypatch.setattr(sampler, "keyed_sample", lambda z, *a, **k: sizes.append(len(z)) or keyed_sample(z, *a, **k))
-    for logits_mb, largest in ((0, 1), (256, 26)):
-        sizes.clear()
-        engine = engine_of(model, logits_mb=logits_mb)
-        sizes.clear()
-        done, _ = engine.generate(requests_of(cases))
-        assert differing(done, want) == []
-        assert max(sizes) == largest

@@ -23,28 +23,17 @@ from tests.rollout.golden import (
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_is_left_as_it_was(build_model, training):
     model = build_model("qwen3").train(training)
+    model.model.layers[0].mlp.train(not training)
+    modes = [module.training for module in model.modules()]
     model.set_attn_implementation("eager")
     engine = engine_of(model)
     before = copy.deepcopy(model.state_dict())
-    for _ in range(2):
-        engine.generate(requests_of([([3, 4], 5)]))
-        assert model.training is training
-        assert all(m.training is training for m in model.modules())
+    for use in (lambda: engine.generate(requests_of([([3, 4], 5)])), lambda: engine.score([3, 4, 5])):
+        use()
+        assert [module.training for module in model.modules()] == modes
         assert model.config._attn_implementation == "eager"
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert model(input_ids=torch.tensor([[3, 4]])).logits.requires_grad
-
-
-def test_sub_modules_that_were_in_another_mode_stay_so(build_model):
-    model = build_model("qwen3").train()
-    model.model.layers[0].mlp.eval()
-    modes = [m.training for m in model.modules()]
-    engine = engine_of(model)
-    assert [m.training for m in model.modules()] == modes
-    engine.generate(requests_of([([3, 4], 5)]))
-    engine.score([3, 4, 5])
-    assert [m.training for m in model.modules()] == modes
-    assert len(set(modes)) == 2
 
 
 def test_the_model_s_own_scale_of_attention_is_used(build_model):
@@ -105,16 +94,6 @@ def test_an_older_version_or_an_unknown_weight_is_refused(build_model):
         with pytest.raises(RolloutError, match=r"up_proj.*\(48, 32\)"):
             engine.update_weights([("model.layers.0.mlp.up_proj.weight", torch.zeros(shape))], 6)
     assert engine.weight_version == 5
-
-
-def test_reset_and_close_may_be_called_twice(golden):
-    model, cases, want = golden("llama")
-    engine = engine_of(model)
-    engine.reset_cache()
-    engine.reset_cache()
-    assert differing(engine.generate(requests_of(cases))[0], want) == []
-    engine.close()
-    engine.close()
 
 
 def test_a_lora_policy_equals_its_merged_model(build_model):

@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 
-from specrl.rollout.drafter import refuse_head
+from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.budget import Budget, Plan
+from specrl.rollout.engines.base import EngineSpec
 from specrl.rollout.engines.local import probe, varlen
-from specrl.rollout.engines.local.head import Head, HeadDrafter
+from specrl.rollout.engines.local.head import Head, HeadDrafter, load_drafter
 from specrl.rollout.engines.local.kv import States
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.noise import keyed_sample
@@ -55,11 +56,11 @@ def test_nor_in_the_passes_of_a_gpu(golden, on_gpu_passes, ids):
 def drafts(policy, head, rows, texts) -> list[list[int]]:
     """The head's drafts after the responses of rows whose policy has read all but their last tokens."""
     model, drafter = engine_of(policy).policy, HeadDrafter(head, SAMPLING)
-    with model.inference(), drafter.inference():
+    with model.inference(), drafter.packed.inference():
         reader = Reader(model, rows, states=True)
         reader.admit(dict.fromkeys(range(len(rows)), ()))
         drafter.open(rows, len(rows), reader)
-        drafter.admit(dict.fromkeys(range(len(rows)), ()))
+        drafter.reader.admit(dict.fromkeys(range(len(rows)), ()))
         for end in (1, LENGTH):  # most of the first draft was accepted
             budget = Budget(LENGTH)
             at = {row: text[:end] for row, text in texts.items()}
@@ -183,7 +184,8 @@ def test_making_one_takes_no_random_number(golden, tmp_path):
     assert torch.equal(torch.rand(1), want)
 
 
-@pytest.mark.parametrize("law", ["judged", "routed"])
-def test_a_law_by_which_drafts_are_text_is_refused(golden, law):
+@pytest.mark.parametrize("acceptance", ["judged", "routed"])
+def test_a_rule_by_which_drafts_are_text_refuses_a_head(golden, acceptance):
+    spec = EngineSpec(eos_ids=frozenset(), rollout=RolloutConfig(acceptance=acceptance, drafter="head"))
     with pytest.raises(RolloutError, match=r"rollout\.acceptance=.*kind=model"):
-        refuse_head(Head.of(golden("qwen3")[0]), law)
+        load_drafter(spec, golden("qwen3")[0])

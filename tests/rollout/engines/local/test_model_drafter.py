@@ -9,17 +9,12 @@ import pytest
 import torch
 
 import specrl.rollout.engines.local.reader as reader
-from specrl.rollout.build import build_engine
-from specrl.rollout.config import RolloutConfig
-from specrl.rollout.drafting.budget import Plan
-from specrl.rollout.drafting.chain import Chain
-from specrl.rollout.engines.base import EngineSpec, SamplingParams
+from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.drafter import ModelDrafter
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import Head
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.keys import derive_key
-from specrl.rollout.sections import LocalConfig
 from specrl.rollout.types import Request, RolloutError
 from tests.engines import local
 
@@ -202,19 +197,6 @@ def test_the_ids_are_those_that_the_texts_use_most(policy, plain):
     assert len(drawn) == 12
 
 
-@pytest.mark.parametrize("kind", ["model", "head"])
-def test_the_option_reaches_the_drafter(policy, kind, tmp_path):
-    policy.save_pretrained(tmp_path)
-    for size in (20, 0):
-        config = RolloutConfig(
-            drafter=str(tmp_path) if kind == "model" else kind, local=LocalConfig(drafter_vocab=size)
-        )
-        engine = build_engine(EngineSpec(eos_ids=SAMPLING.eos_ids, rollout=config), policy)
-        ids = engine.drafting.model.packed.sampler.ids
-        assert size == (0 if ids is None else len(ids))
-        assert engine.policy.sampler.ids is None, "the policy draws from all"
-
-
 def test_an_output_layer_that_is_more_than_its_weight_draws_from_all_ids(policy, caplog):
     drafter = copy.deepcopy(policy)
     drafter.lm_head.register_forward_hook(lambda *_: None)
@@ -262,24 +244,6 @@ def test_kv_that_is_not_rolled_back_costs_acceptance_only(policy, plain, monkeyp
     monkeypatch.setattr(Reader, "missing", kept)
     monkeypatch.setattr(reader, "row_tokens", lambda requests: 500)  # memory for the kept tokens
     assert rate() < right - 0.2
-
-
-def test_the_own_drafter_takes_over_again_when_it_fits(policy, plain):
-    """Rows that the model serves still call their drafter, and switch back once it is right."""
-    own = [Script([(t + 1) % VOCAB if at < 4 else t for at, t in enumerate(c.tokens)]) for c in plain]
-    engine = Engine(policy, SAMPLING, drafter=copy.deepcopy(policy))
-    states = ("start", "agreeing", "diverged", "lost")
-    handed = frozenset([None, *((state, "custom") for state in states if state != "agreeing")])
-    engine.budget.plan = lambda kinds, model, width: Plan(dict.fromkeys(kinds, 3), handed, 0.0)
-    engine.budget.drafter.calibrate([(1, 1e-9)])
-    engine.budget.chain = lambda missing, plan: Chain(
-        engine.budget.drafter, plan.goodput, plan.token_s, missing, most=2
-    )
-    done, _ = engine.generate(requests(drafters=own))
-    assert outputs(done) == outputs(plain)
-    bridged, total = engine.sources["model"][1], sum(len(c.tokens) for c in done)
-    assert bridged < 5 * len(done), "the model bridged the start"
-    assert engine.sources["custom"][1] > (total - 5 * len(done)) / 2, "the rest was carried by the rows' own drafters"
 
 
 def test_the_draft_models_context_bounds_the_drafts(policy, plain, monkeypatch):

@@ -135,24 +135,6 @@ def test_a_fault_in_the_draw_is_seen(fault, monkeypatch):
 # Operators ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_draw_is_one_operator_of_a_graph():
-    """torch.compile has no graph break, and other targets do not change the graph."""
-    draw, graphs = Sampler(head(), SamplingParams(frozenset()), 1), []
-
-    def keep(graph, inputs):
-        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
-        return graph
-
-    torch.compiler.reset()
-    compiled = torch.compile(lambda *given: draw(*given), fullgraph=True, backend=keep, dynamic=False)
-    with torch.inference_mode():
-        assert compiled(*asked(3)).equal(draw(*asked(3)))
-        hidden, keys, positions, targets = asked(3)
-        assert compiled(hidden, keys + 1, positions, targets).equal(draw(hidden, keys + 1, positions, targets))
-    assert len(graphs) == 1
-    assert sum("keyed_sample" in str(target) for target in graphs[0]) == 1, graphs
-
-
 @pytest.mark.parametrize("law", LAWS, ids=str)
 def test_on_cuda_a_chunk_is_a_product_and_a_draw(law, monkeypatch):
     """No sort or noise of the vocabulary's size outside the kernel, no synchronisation, and float32 logits."""
@@ -252,17 +234,6 @@ def test_a_trimmed_draw_is_the_whole_one_without_the_other_ids(law, bias):
             layer.weight.copy_(layer.weight.flip(0))  # an update, which the next `take` uses
         stale, ids = draws, ids[::-1].copy()
         assert unpack(trimmed(*given))[0] == stale, "control: nothing is followed before"
-
-
-def test_a_trimmed_draw_reads_as_many_rows_less():
-    whole = Sampler(head(), SamplingParams(frozenset()), 1)
-    trimmed = TrimmedSampler(head(), SamplingParams(frozenset()), 1, 41)
-    assert trimmed.lm_head.weight.shape == (41, HIDDEN)
-    assert trimmed.logits(asked(3)[0]).shape == (3, 41)
-    assert trimmed.rows == 100 * whole.rows + 98, "so chunks are of more rows"
-    where = trimmed.lm_head.weight.data_ptr()
-    trimmed.take(np.arange(41) * 2)
-    assert trimmed.lm_head.weight.data_ptr() == where, "captured graphs read it there"
 
 
 # Chunks ---------------------------------------------------------------------------------------------------------------

@@ -1,24 +1,28 @@
-"""Writes the trajectory cache as one parquet snapshot per directory, with one digest over all rows and no pickle.
+"""The trajectory cache on disk: one parquet snapshot per directory, with one digest over all rows and no pickle.
 
-`docs/cache-format.md` is the specification. `reading.py` reads the snapshots.
+`docs/cache-format.md` is the specification.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
+from math import nan
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specrl.rollout.cache.record import HEAD, LOGPROBS, STOP, Entry
-from specrl.rollout.durable import open_lock, replacing
+from specrl.rollout.cache.record import FINISH, HEAD, LOGPROBS, STOP, Entry, digest_of
+from specrl.rollout.durable import open_lock, read_json, replacing
 from specrl.rollout.types import CacheError
 
 FORMAT = 3
@@ -41,6 +45,10 @@ SCHEMA = pa.schema(
         pa.field("logprobs", pa.list_(pa.field("element", pa.float32(), nullable=False))),
     ]
 )
+
+
+class DamagedError(CacheError):
+    """The file is truncated, altered, or was written by another program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,19 @@ class Header:
     """`digest_of` the rows."""
 
 
+_KINDS = {
+    "format": int,
+    "step": int,
+    "rows": int,
+    "vocab_size": int,
+    "eos_ids": list,
+    "fingerprint": dict,
+    "digest": str,
+}
+"""Types of the header's fields, as JSON."""
+_PARTS = {"identity": dict, "sampling": dict}
+
+
 def write_snapshot(directory: Path, entries: Sequence[Entry], header: Header) -> None:
     """Replaces the snapshot in `directory` atomically and durably. A missing directory is created.
 
@@ -78,7 +99,7 @@ def write_snapshot(directory: Path, entries: Sequence[Entry], header: Header) ->
             directory. The old snapshot is then unchanged.
     """
     text = json.dumps({"format": FORMAT, **asdict(header)}).encode()
-    schema = SCHEMA.with_metadata({HEADER: text, HEADER_SUM: header_sum(text)})
+    schema = SCHEMA.with_metadata({HEADER: text, HEADER_SUM: _sum(text)})
     try:
         with (
             _only_writer(directory),
@@ -110,7 +131,7 @@ def _only_writer(directory: Path) -> Iterator[None]:
         yield
 
 
-def header_sum(text: bytes) -> bytes:
+def _sum(text: bytes) -> bytes:
     return blake2b(text, digest_size=8).hexdigest().encode()
 
 
@@ -142,3 +163,100 @@ def _lists(counts: np.ndarray, values: np.ndarray, kind: pa.DataType, null: np.n
     offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]), pa.int32())
     mask = None if null is None else pa.array(null)
     return pa.ListArray.from_arrays(offsets, pa.array(values), type=kind, mask=mask)
+
+
+def read_snapshot(directory: Path) -> tuple[Header, list[Entry]]:
+    """The verified header and entries of a snapshot.
+
+    Raises:
+        FileNotFoundError: there is no snapshot.
+        DamagedError: nothing of it can be used.
+        CacheError: the snapshot cannot be used for another reason.
+    """
+    path = directory / SNAPSHOT
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait for a writer
+            raise _unreadable(path, "it is a directory, a pipe or a device, not a file")
+        source = path.open("rb")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _unreadable(path, error.strerror or error) from error
+    with source:
+        try:
+            file = pq.ParquetFile(source, pre_buffer=False, arrow_extensions_enabled=False)
+            schema, metadata = file.schema_arrow, file.metadata.metadata or {}
+        except Exception as error:  # the file may hold any bytes, and pyarrow raises many types of errors
+            raise DamagedError(f"'{path}' is not a readable parquet file ({error})") from error
+        header = _header(path, schema, metadata)
+        if header.rows != file.metadata.num_rows:
+            raise DamagedError(f"'{path}' has {file.metadata.num_rows} rows and a header that counts {header.rows}")
+        try:
+            groups = (file.read_row_group(group, use_threads=False) for group in range(file.num_row_groups))
+            entries = [entry for table in groups for entry in _entries(table)]
+            digest = digest_of(entries)
+        except Exception as error:  # a damaged page raises many types of errors
+            raise DamagedError(f"'{path}' has rows that cannot be read ({error})") from error
+    if digest != header.digest:
+        raise DamagedError(f"'{path}' does not hold the rows that were written: their digest is another")
+    return header, entries
+
+
+def _unreadable(path: Path, why: object) -> CacheError:
+    return CacheError(
+        f"The trajectory cache '{path}' cannot be read: {why}. Move it away, or start with rollout.cache.clear=true."
+    )
+
+
+def _header(path: Path, schema: pa.Schema, metadata: Mapping[bytes, bytes]) -> Header:
+    text = metadata.get(HEADER, b"")
+    if metadata.get(HEADER_SUM) != _sum(text):
+        raise DamagedError(f"'{path}' has no intact specrl header")
+    try:
+        fields = read_json(text)
+    except ValueError:
+        fields = None
+    if wrong := _wrong(fields):  # the checksum matches, so the header is not damaged
+        raise CacheError(
+            f"'{path}' has a header that is not of trajectory cache format {FORMAT}: {wrong}. Another version or "
+            "program wrote it. Update specrl, move the file away, or start with rollout.cache.clear=true."
+        )
+    if not schema.equals(SCHEMA):
+        raise DamagedError(f"'{path}' does not have the columns of format {FORMAT}")
+    del fields["format"]
+    fields["eos_ids"] = tuple(fields["eos_ids"])
+    fields["fingerprint"] = Fingerprint(**fields["fingerprint"])
+    return Header(**fields)
+
+
+def _wrong(fields: Any) -> str:
+    """The first field of a header that this format does not allow, empty if there is none."""
+    if not isinstance(fields, dict):
+        return "it is no JSON object"
+    wrong = [name for name in _KINDS if type(fields.get(name)) is not _KINDS[name]]
+    wrong += sorted(fields.keys() - _KINDS.keys())
+    if fields.get("format") != FORMAT:
+        wrong = ["format"]
+    elif not wrong and {part: type(texts) for part, texts in fields["fingerprint"].items()} != _PARTS:
+        wrong = ["fingerprint"]
+    return f"{wrong[0]}={fields.get(wrong[0])!r:.60}" if wrong else ""
+
+
+def _entries(table: pa.Table) -> Iterator[Entry]:
+    """The entries of one row group."""
+    names = ("example_id", "sample_index", "finish", "key", "version", "step", "reward")
+    fields = zip(*(table[name].to_pylist() for name in names), strict=True)
+    tokens, logprobs = _cut(table["tokens"], "<i4"), _cut(table["logprobs"], "<f4")
+    bare = table["logprobs"].is_null().to_pylist()
+    for i, (example_id, sample_index, finish, key, version, step, reward) in enumerate(fields):
+        flags = FINISH[finish] | (0 if bare[i] else LOGPROBS)
+        head = HEAD.pack(key, version, step, nan if reward is None else reward, flags)
+        yield example_id, sample_index, head + tokens[i] + logprobs[i]
+
+
+def _cut(column: pa.ChunkedArray, kind: str) -> list[bytes]:
+    """The little-endian bytes of each list of a column, b"" for null."""
+    lists = column.combine_chunks()
+    data = lists.values.to_numpy(zero_copy_only=False).astype(kind, copy=False).tobytes()
+    ends = (lists.offsets.to_numpy() * 4).tolist()
+    return [data[start:end] for start, end in itertools.pairwise(ends)]

@@ -1,0 +1,206 @@
+"""Renders figures into pages: between `<!-- figure: BLOCK -->` and `<!-- /figure -->`, from benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from specrl.config.options import ConfigError
+from specrl.results import tables
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/vllm.md", "docs/ahead.md", "benchmarks/README.md")
+BLOCK = re.compile(r"(<!-- figure: ([\w-]+) -->\n).*?(<!-- /figure -->)", re.DOTALL)
+
+
+def rendered(page: str) -> str:
+    """The page with every block written anew.
+
+    Raises:
+        ConfigError: a block is unknown, or its figure has not been measured.
+    """
+
+    def block(match: re.Match) -> str:
+        if match[2] not in BLOCKS:
+            raise ConfigError(f"the page has a figure block '{match[2]}'. Known: {', '.join(BLOCKS)}.")
+        return match[1] + "\n".join(BLOCKS[match[2]]()) + "\n" + match[3]
+
+    return BLOCK.sub(block, page)
+
+
+def load(name: str) -> dict[str, Any]:
+    """The file of a figure."""
+    path = RESULTS / f"{name}.json"
+    if not path.is_file():
+        raise ConfigError(f"{path.name} is missing. Measure it: python -m benchmarks.figures measure=[{name}]")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def speedup(name: str, kind: str, phase: str) -> str:
+    """A speedup of a run's report with its interval."""
+    rows = load(name)["result"][kind]["savings"]
+    (row,) = [row["speedup"] for row in rows if row["phase"] == phase]
+    interval = "" if row["low"] is None else f" ({row['low']:.2f} to {row['high']:.2f})"
+    return f"{row['ratio']:.2f}x{interval}"
+
+
+def source(name: str, folder: str = "benchmarks/results") -> str:
+    """A link to the file of a figure, with its commit."""
+    return f"[{load(name)['commit']}]({folder}/{name}.json)"
+
+
+def console() -> list[str]:
+    """The end of what `make train` prints, without its table."""
+    lines = load("train")["result"]["printed"]
+    starts = ("Step 128/", "Eval at step 128", "Speedup of", "reward:")
+    return ["```", *(line for line in lines if line.startswith(starts)), "```"]
+
+
+LATER = "rollout, from epoch 2 on"
+ALL = "rollout, all these steps"
+
+
+def savings() -> list[str]:
+    """README's table: what was measured, against what, and the file."""
+    runs = {name: (speedup(name, kind, LATER), speedup(name, kind, ALL)) for name, kind in KINDS.items()}
+    ahead = {line["epoch"]: line["speedup"] for line in load("ahead-fresh")["result"]["epochs"]}
+    rows = [
+        (
+            "GRPO, 128 steps of 32 rows: rollouts",
+            "the same run without drafts",
+            "{} from epoch 2 on, {} in all".format(*runs["whole-runs"]),
+            "whole-runs",
+        ),
+        (
+            "PPO: rollouts of its control steps",
+            "the same rows without drafts",
+            "{} from epoch 2 on, {} in all".format(*runs["ppo"]),
+            "ppo",
+        ),
+        ("vLLM, 32 rows, drafts from nearby weights", "stock vLLM, compiled", rival("vllm"), "vllm"),
+        (
+            "vLLM, 32 rows, drafts of an earlier epoch of a run",
+            "stock vLLM, compiled",
+            rival("vllm-old-text"),
+            "vllm-old-text",
+        ),
+        (
+            "[rollouts ahead](docs/ahead.md) on one worker, first epoch: whole steps",
+            "the same worker idle during updates",
+            f"{ahead['all']:.2f}x",
+            "ahead-fresh",
+        ),
+        *(
+            (
+                f"{rows} rows: a first epoch; after a small change of the weights",
+                "plain decoding by specrl's engine",
+                f"{ablation(rows, 'first epoch')}; {ablation(rows, 'little drift')}",
+                "ablation",
+            )
+            for rows in (8, 256)
+        ),
+        ("64 rows, drafts that are never right", "the same", useless(), "bench"),
+    ]
+    cells = [(*row[:3], source(row[3])) for row in rows]
+    return tables.markdown(("setting (2 CPU cores, no GPU)", "baseline", "speedup", "commit, file"), cells)
+
+
+KINDS = {"whole-runs": "paired", "ppo": "measured"}
+
+
+def rival(name: str, method: str = "specrl exact, replay 0") -> str:
+    """The median speedup of a method over stock vLLM, with the range over the repeats."""
+    (line,) = [line for line in load(name)["result"]["methods"] if line["method"] == method]
+    low, high = line["speedup_range"]
+    return f"{line['speedup']:.2f}x ({low:.2f} to {high:.2f})"
+
+
+def ablation(rows: int, regime: str, head: bool = False) -> str:
+    """The median speedup of all texts, with a head in addition or without."""
+    lines = [line for line in load("ablation")["result"]["lines"] if (line["rows"], line["regime"]) == (rows, regime)]
+    method = "+ head" if head else "+ redraw"
+    return next(f"{line['speedup']:.2f}x" for line in lines if line["method"] == method)
+
+
+def useless() -> str:
+    """The slow-down by drafts that are never accepted."""
+    (case,) = [case for case in load("bench")["result"]["cases"] if case["name"] == "useless drafts"]
+    return "{:.2f}x ({:.2f} to {:.2f})".format(case["speedup"], *case["speedup_range"])
+
+
+def vllm() -> list[str]:
+    """Speed over stock vLLM by method, for drafts from nearby weights and from an earlier epoch of a run."""
+    methods = {
+        "specrl off": "specrl, no drafts",
+        "specrl lenient e^0.5": "lenient, l = e^0.5",
+        "specrl exact, replay 0": "exact, fresh noise",
+        "specrl exact, replay 1": "exact, replayed noise",
+    }
+    rows = [(shown, rival("vllm", name), rival("vllm-old-text", name)) for name, shown in methods.items()]
+    columns = (
+        "method",
+        f"2 % noise on the weights, {source('vllm', 'results')}",
+        f"a run, {source('vllm-old-text', 'results')}",
+    )
+    return tables.markdown(columns, rows)
+
+
+def vllm_sentence() -> list[str]:
+    nearby = rival("vllm"), rival("vllm", "specrl exact, replay 1")
+    return [
+        "On two CPU cores, with the embedded policy and both compiled, specrl's engine is "
+        f"{nearby[0]} as fast as stock vLLM with drafts from nearby weights and fresh noise, {nearby[1]} with replayed",
+        f"noise, and {rival('vllm-old-text')} with drafts from an earlier epoch of a run.",
+    ]
+
+
+def sources() -> list[str]:
+    """Speedup with all texts, and with a head in addition, by rows and regime."""
+    regimes = ("first epoch", "heavy drift", "some drift", "little drift")
+    rows = [
+        (str(size), *(f"{ablation(size, regime)}, {ablation(size, regime, True)}" for regime in regimes))
+        for size in (1, 8, 64, 256)
+    ]
+    return tables.markdown(("rows", *regimes), rows)
+
+
+def ahead() -> list[str]:
+    """Whole steps with and without rollouts ahead, by epoch."""
+    runs = {
+        "16 rows, any drafts": "ahead-small",
+        "32 rows, any drafts": "ahead",
+        "16 rows, no other drafts": "ahead-fresh",
+    }
+    rows = []
+    for shown, name in runs.items():
+        for line in load(name)["result"]["epochs"]:
+            error = "" if line["error"] is None else f" +- {line['error']:.2f}"
+            seconds = f"{line['off']['seconds']:.2f} -> {line['auto']['seconds']:.2f}"
+            passes = f"{line['off']['passes']:.0f} -> {line['auto']['passes']:.0f}"
+            ended = f"{line['auto']['ended']:.0%}, {line['auto']['unchanged']:.0%}"
+            rows.append((f"{shown}, epoch {line['epoch']}", f"{line['speedup']:.2f}x{error}", seconds, passes, ended))
+    return tables.markdown(
+        ("run", "whole steps", "seconds a step", "passes of the slowest row", "ended ahead, unchanged"), rows
+    )
+
+
+def whole_runs() -> list[str]:
+    """Seconds by phase of the run without drafts and of the one with them."""
+    rows = load("whole-runs")["result"]["paired"]["savings"]
+    cells = [(row["phase"], *(f"{row[key]:.1f}" for key in ("plain_s", "specrl_s", "saved_s"))) for row in rows]
+    return tables.markdown(("phase", "plain s", "specrl s", "saved s"), cells)
+
+
+BLOCKS: dict[str, Callable[[], list[str]]] = {
+    "console": console,
+    "savings": savings,
+    "vllm": vllm,
+    "vllm-sentence": vllm_sentence,
+    "sources": sources,
+    "ahead": ahead,
+    "whole-runs": whole_runs,
+}

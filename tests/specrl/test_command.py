@@ -1,0 +1,37 @@
+"""The console script runs the commands, and names the nearest one for a typing error."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from specrl.__main__ import COMMANDS
+
+
+def specrl(*words, cwd=None):
+    command = [sys.executable, "-m", "specrl", *words]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+def test_a_command_runs_with_its_words():
+    done = specrl("train", "config=list")
+    assert done.returncode == 0
+    assert "grpo_math" in done.stdout
+
+
+def test_an_unknown_command_names_the_nearest_one():
+    done = specrl("trian", "config=grpo_math")
+    assert done.returncode == 2
+    assert "'train'" in done.stderr
+
+
+def test_without_a_command_all_are_listed():
+    done = specrl()
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in COMMANDS)
+
+
+def test_every_command_is_listed():
+    folder = Path(__file__).parents[2] / "specrl"
+    modules = {file.stem for file in folder.glob("*.py") if '__name__ == "__main__"' in file.read_text()}
+    packages = {file.parent.name for file in folder.glob("*/__main__.py")}
+    assert (modules | packages) - {"__main__", "config"} == set(COMMANDS)
