@@ -60,12 +60,20 @@ def build_engine(spec: EngineSpec, model: PreTrainedModel | None = None, scorer:
         judged = _judged(config, sampling, policy, drafter)
         return TransformersEngine(policy, sampling, judged.rule, judged, limits, own_weights)
     if config.acceptance == "routed":
-        from specrl.rollout.lossy.routed import RoutedEngine, Steps
+        from specrl.rollout.lossy.routed import RoutedEngine
         from specrl.rollout.lossy.router import build_router
 
         assert drafter is not None, "rollout.checks asks for rollout.drafter"
         router, step_end = build_router(config.routed, spec, policy, drafter, scorer)
-        return RoutedEngine(policy, sampling, Steps(drafter, router, step_end), limits, own_weights)
+        return RoutedEngine(
+            policy,
+            sampling,
+            draft=drafter,
+            router=router,
+            step_end=step_end,
+            limits=limits,
+            own_weights=own_weights,
+        )
     return TransformersEngine(policy, sampling, *rule_and_drafting(config, sampling, drafter), limits, own_weights)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from specrl.rollout.metrics import Divergence, lossy_metrics, rollout_metrics
-from specrl.rollout.reduction import Metric, count, difference, ratio, seconds, shared
+from specrl.rollout.reduction import Metric, count, ratio, seconds, shared
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import RolloutBatch, RolloutError, Row
 
@@ -29,8 +29,10 @@ class Control:
     """
 
     def __init__(self, rollout: SpeculativeRollout, score: Score, exchange: Exchange = list, *, strict: bool):
-        self._rollout, self._score, self._exchange, self._strict = rollout, score, exchange, strict
-        self._plain_s_per_token: float | None = None
+        self._rollout = rollout
+        self._score = score
+        self._exchange = exchange
+        self._strict = strict
         self._lost = 0
         """Control rows of the last control step that have no response."""
         self.rollouts = 0
@@ -50,7 +52,8 @@ class Control:
         Raises:
             RolloutError: no row has a response, or `strict` and one differs.
         """
-        config, metrics = self._rollout.config, rollout_metrics(batch)
+        config = self._rollout.config
+        metrics = rollout_metrics(batch)
         if config.acceptance in ("judged", "routed"):
             metrics |= lossy_metrics(batch)
         self.rollouts += 1
@@ -61,9 +64,6 @@ class Control:
                 if config.replay:
                     metrics |= self._reuse_gap(rows, batch, rewards, step)
             metrics["control/failed_rows"] = count(self._lost)
-        if self._plain_s_per_token is not None:
-            plain_s = self._plain_s_per_token * sum(len(c.tokens) for c in batch.completions)
-            metrics["spec/saved_s_est"] = difference(seconds(plain_s), seconds(batch.total_s))
         return metrics
 
     def _plain(self, rows: Sequence[Row], batch: RolloutBatch) -> dict[str, Metric]:
@@ -90,7 +90,6 @@ class Control:
         failed = any(c.failure for c in (*batch.completions, *plain.completions))
         if any(self._exchange([failed])):
             return spent
-        self._plain_s_per_token = plain.total_s / max(1, sum(len(c.tokens) for c in plain.completions))
         plain_s = seconds(plain.total_s)
         return {"spec/plain_s": plain_s, "spec/speedup": ratio(plain_s, seconds(batch.total_s)), **spent}
 

@@ -96,10 +96,6 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, Metric]:
     if stats.paused:
         metrics["spec/paused_acceptance"] = mean(stats.paused_acceptance, stats.paused)
         metrics["spec/paused_needed"] = mean(stats.paused_needed, stats.paused)
-    if stats.steps:
-        metrics["timing_s/route"] = seconds(stats.route_s)
-        metrics["spec/route_steps"] = count(stats.steps)
-        metrics["spec/escalated_ratio"] = mean(stats.escalated, stats.steps)
     return metrics
 
 
@@ -118,14 +114,19 @@ def _ahead_metrics(batch: RolloutBatch, total: int) -> dict[str, Metric]:
 
 
 def lossy_metrics(batch: RolloutBatch) -> dict[str, Metric]:
-    """The divergence of tokens that a router or judge accepted from the policy, and how often they failed."""
-    drafted = [
+    """What a router or judge did: its steps and faults, and how far its tokens are from the policy's distribution."""
+    stats = batch.stats
+    divergences = [
         behaviour - policy
         for c in batch.completions
         for behaviour, policy, reused in zip(c.behaviour_logprobs, c.logprobs, c.reused, strict=True)
         if reused
     ]
-    metrics = {"spec/route_faults": count(batch.stats.route_faults)}
-    if drafted:
-        metrics["spec/behaviour_kl"] = mean(sum(drafted), len(drafted))
+    metrics = {"spec/route_faults": count(stats.route_faults)}
+    if divergences:
+        metrics["spec/behaviour_kl"] = mean(sum(divergences), len(divergences))
+    if stats.steps:
+        metrics["timing_s/route"] = seconds(stats.route_s)
+        metrics["spec/route_steps"] = count(stats.steps)
+        metrics["spec/escalated_ratio"] = mean(stats.escalated, stats.steps)
     return metrics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from operator import add, sub
+from operator import add
 
 Rule = Callable[[float, float], float]
 
@@ -93,11 +93,6 @@ def ratio(top: Metric, bottom: Metric) -> Metric:
 def mean(total: float, n: float) -> Metric:
     """The mean of n values, such as rows' or tokens', with the sum `total`; NaN for none."""
     return ratio(count(total), count(n))
-
-
-def difference(minuend: Metric, subtrahend: Metric) -> Metric:
-    """One reduced number less another, each of one operand."""
-    return Metric([*minuend.operands, *subtrahend.operands], sub)
 
 
 def _quotient(top: float, bottom: float) -> float:

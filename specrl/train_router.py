@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
 from specrl.config import load as cli
@@ -21,7 +20,7 @@ from specrl.rollout.sections import doc
 
 @dataclass
 class TrainRouterConfig(Config):
-    out: str = doc("", "directory for the router, the steps visited and the report")
+    out: str = doc("", "directory for the router and its report")
     continuations: int = doc(8, "responses finished from a step to find its value")
 
     @property
@@ -30,12 +29,12 @@ class TrainRouterConfig(Config):
 
 
 def main(config: TrainRouterConfig) -> int:
+    from specrl.lossy.fit import split
     from specrl.lossy.pair import load_pair
-    from specrl.lossy.routing import StepValues, collect, revalued, train
+    from specrl.lossy.routing import StepValues, collect, train
     from specrl.reward.loading import load_rewards
     from specrl.rollout.lossy.pair import write_card
     from specrl.run import preflight
-    from specrl.trainers.lossy.fit import split
 
     preflight.check_out(config.out)
     if not config.rollout.drafter:
@@ -47,15 +46,10 @@ def main(config: TrainRouterConfig) -> int:
     pair = load_pair(config)
     with closing(load_rewards(config.reward)) as rewards:
         values = StepValues(pair, rewards, config.continuations, config.seed)
-        others = StepValues(pair, rewards, config.continuations, config.seed + 1)
         learning, held_out = split(collect(pair, values, examples), 0.2, config.seed)
-        again = revalued(held_out, values, others)
-    weights, report = train(learning, held_out, again, config)
-    separators = config.rollout.routed.step_separators
-    card = {"separators": separators, "weights": weights, "report": report}
+    weights, report = train(learning, held_out, config)
+    card = {"separators": config.rollout.routed.step_separators, "weights": weights, "report": report}
     write_card(config.out, {"kind": "arbitrage", **pair.fingerprints(), **card})
-    lines = [json.dumps(asdict(record)) + "\n" for record in (*learning, *held_out)]
-    (Path(config.out) / "steps.jsonl").write_text("".join(lines), encoding="utf-8")
     print(json.dumps(report, indent=2))
     return 0
 

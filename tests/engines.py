@@ -31,9 +31,10 @@ def judged(model, sampling, judge, draft=None, window=16, own_weights=False, **l
     return TransformersEngine(model, sampling, drafting.rule, drafting, Limits(**limits), own_weights)
 
 
-def routed(model, sampling, steps, **limits):
+def routed(model, sampling, draft, router, step_end, **limits):
     """A routed engine."""
-    return RoutedEngine(model, sampling, steps, Limits(**limits))
+    limits = Limits(**limits)
+    return RoutedEngine(model, sampling, draft=draft, router=router, step_end=step_end, limits=limits)
 
 
 class Spare:

@@ -172,10 +172,10 @@ def texts_of(old, examples: Sequence, count: int, first: int = 0) -> list:
 def judged(work: Path, rewards) -> dict:
     """The judge of the run's stored texts: its ROC, and what it gains on texts of two older policies."""
     from benchmarks.tiny_policy import blur
+    from specrl.lossy.fit import fit_judge, roc_auc
     from specrl.lossy.judging import mismatches, read_cache
     from specrl.rollout.lossy.judge import JudgeHead
     from specrl.run.data import load_examples
-    from specrl.trainers.lossy.fit import fit_judge, roc_auc
 
     run = prepare(work)
     most = max(TEST_PROBLEMS.values())

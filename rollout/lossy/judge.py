@@ -40,19 +40,6 @@ class Judge(Protocol):
         """
 
 
-def verdicts(
-    judge: Judge, hidden: Tensor, policy: Tensor | None = None, draft: Tensor | None = None
-) -> tuple[list[bool], int]:
-    """The judge's verdicts, and how many of them failed; a token without a verdict is verified exactly."""
-    try:
-        values = list(judge.unimportant(hidden, policy, draft))
-        if len(values) != len(hidden):
-            raise ValueError(f"{len(values)} verdicts for {len(hidden)} draft tokens")
-    except Exception:  # of a learned or user-written judge; exact verification is always right
-        return [False] * len(hidden), len(hidden)
-    return [value is True for value in values], sum(not isinstance(value, bool) for value in values)
-
-
 class JudgeHead:
     """Logistic regression on the policy's hidden state: the probability that a mismatch changes the answer.
 

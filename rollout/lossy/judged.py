@@ -16,7 +16,7 @@ from specrl.rollout.engines.base import Limits, SamplingParams
 from specrl.rollout.engines.local.drafter import ModelDrafter
 from specrl.rollout.engines.local.model import PackedModel
 from specrl.rollout.engines.response import Response
-from specrl.rollout.lossy.judge import Judge, verdicts
+from specrl.rollout.lossy.judge import Judge
 from specrl.rollout.types import EngineStats, Request
 from specrl.rollout.verify import Accepted, TargetSamples, exact
 
@@ -100,14 +100,13 @@ class Judged(Drafting):
     def propose(self, rows: Sequence[Response], stats: EngineStats) -> list[Draft]:
         """Stored text where the row has any, else the draft model's."""
         drafts = [self._stored(row) for row in rows]
-        writing: list[int] = []
-        if self._writer is not None:
-            writing = [i for i, row in enumerate(rows) if not drafts[i].tokens and self._continues(row, ())]
+        writing = [i for i, row in enumerate(rows) if not drafts[i].tokens and self._continues(row, ())]
+        if self._writer is None:
+            return [*drafts]
         for i in writing:
             drafts[i] = JudgedDraft(source="model")
-        while writing and self._writer is not None:
-            texts = {rows[i].number: [*rows[i].tokens, *drafts[i].tokens] for i in writing}
-            samples = self._writer.follow(texts)
+        while writing:
+            samples = self._writer.follow({rows[i].number: [*rows[i].tokens, *drafts[i].tokens] for i in writing})
             writing = [i for i in writing if samples[rows[i].number].usable]
             for i in writing:
                 sample = samples[rows[i].number]
@@ -157,11 +156,9 @@ class Judged(Drafting):
         if row.finish is not None or not row.drafting or row.drafter is None or limit <= 0:
             return JudgedDraft()
         (text,) = ask_all([row.drafter], [row.tokens], [limit + 1], self.vocab, failed=lambda _, f: row.give_up(f))
-        logprobs: list[float] = []
-        if text.source == "prefix" and row.request.draft_logprobs:
-            start = len(row.tokens)
-            logprobs = [*row.request.draft_logprobs[start : start + len(text.tokens)]]
-        logprobs += [math.nan] * (len(text.tokens) - len(logprobs))
+        start = len(row.tokens)
+        known = (row.request.draft_logprobs or ())[start : start + len(text.tokens)] if text.source == "prefix" else ()
+        logprobs = [*known, *[math.nan] * (len(text.tokens) - len(known))]
         next_token = None
         if limit < len(text.tokens) and limit + 1 < row.remaining and not math.isnan(logprobs[limit]):
             next_token = text.tokens[limit]
@@ -178,12 +175,17 @@ class Judged(Drafting):
             policy = self._lm_head(samples.hidden[positions]).float().log_softmax(-1)
             if draft.states and self._writer is not None:
                 draft_logprobs = self._writer.all_logprobs([draft.states[i] for i in positions])
-        allowed, faults = verdicts(self.judge, hidden, policy, draft_logprobs)
-        self._faults += faults
-        return {i for i, verdict in zip(positions, allowed, strict=True) if verdict}
+        try:
+            verdicts: list[object] = list(self.judge.unimportant(hidden, policy, draft_logprobs))
+        except Exception:  # of a learned or user-written judge; exact verification is always right
+            verdicts = []
+        if len(verdicts) != len(positions):
+            verdicts = [None] * len(positions)
+        self._faults += sum(not isinstance(verdict, bool) for verdict in verdicts)
+        return {i for i, verdict in zip(positions, verdicts, strict=True) if verdict is True}
 
 
-def accept_judged(draws: Sequence[int], draft: Sequence[int], unimportant: Collection[int]) -> int:
+def accept_judged(samples: Sequence[int], draft: Sequence[int], unimportant: Collection[int]) -> int:
     """Number of accepted draft tokens when mismatches that a judge calls unimportant are accepted too.
 
     Judge Decoding (arXiv 2501.19309): standard acceptance OR the judge's. With no position in `unimportant` this is
@@ -192,7 +194,7 @@ def accept_judged(draws: Sequence[int], draft: Sequence[int], unimportant: Colle
     Args: unimportant: positions of the draft whose token is accepted whatever was sampled.
     """
     n = 0
-    while n < min(len(draws), len(draft)) and (draws[n] == draft[n] or n in unimportant):
+    while n < min(len(samples), len(draft)) and (samples[n] == draft[n] or n in unimportant):
         n += 1
     return n
 

@@ -23,8 +23,7 @@ from specrl.rollout.engines.local.memory import max_concurrent_rows
 from specrl.rollout.engines.local.probe import packed_model
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.engines.response import Response, check_request, refuse_unusable
-from specrl.rollout.lossy.router import Router, decide
-from specrl.rollout.lossy.steps import Candidate, Source, Step, StepEnd
+from specrl.rollout.lossy.router import Candidate, Router, Source, Step, StepEnd, decide
 from specrl.rollout.types import Completion, EngineStats, Request
 from specrl.rollout.verify import Accepted, TargetSamples, accept_exact
 
@@ -52,19 +51,6 @@ class _Row(Response):
         return drafted
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The draft model, the router and the end of a step."""
-
-    draft: PreTrainedModel
-    """A cheaper causal LM with the policy's vocabulary."""
-    router: Router
-    """Decides which steps the policy writes."""
-    step_end: StepEnd
-    score: bool = True
-    """Whether the policy also reads kept draft tokens, which training needs; else their `logprobs` are NaN."""
-
-
 class RoutedEngine(LocalModel):
     """Generates step by step with two models of one vocabulary and a router.
 
@@ -82,6 +68,9 @@ class RoutedEngine(LocalModel):
     Args:
         model: the policy, shared with the trainer as in LocalModel.
         sampling: of both models.
+        draft: a cheaper causal LM with the policy's vocabulary, which drafts the steps.
+        router: decides which steps the policy writes.
+        step_end: decides where a step ends.
         limits, own_weights: see LocalModel.
 
     Raises:
@@ -92,19 +81,21 @@ class RoutedEngine(LocalModel):
         self,
         model: PreTrainedModel,
         sampling: SamplingParams,
-        steps: Steps,
+        *,
+        draft: PreTrainedModel,
+        router: Router,
+        step_end: StepEnd,
         limits: Limits | None = None,
         own_weights: bool = False,
     ):
         super().__init__(model, sampling, limits, own_weights)
-        self._draft = packed_model(steps.draft, sampling, limits)
+        self._draft = packed_model(draft, sampling, limits)
         check_vocab(self._draft.vocab, self.vocab)
         shorter = min(self.policy, self._draft, key=lambda model: model.context)
         self.context = shorter.context
         self._context_limit = shorter.limit
-        self.router = steps.router
-        self.step_end = steps.step_end
-        self.score_drafts = steps.score
+        self.router = router
+        self.step_end = step_end
         self._warned = False
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
@@ -136,8 +127,7 @@ class RoutedEngine(LocalModel):
                 stats.accepted += row.keep(step, self.sampling.eos_ids)
             ended = {number: row for number, row in active.items() if row.finish}
             if ended:
-                if self.score_drafts:
-                    self._read_kept(policy, ended)
+                self._read_kept(policy, ended)
                 for reader in readers:
                     reader.leave([*ended], compact=not waiting)
                 active = {number: row for number, row in active.items() if not row.finish}

@@ -12,118 +12,65 @@ the embedded policy with generated arithmetic prompts.
 from __future__ import annotations
 
 import json
-import statistics
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Required, TypedDict
 
-from specrl.bench.pair import Bench, Case, PairConfig, device_name, prepare, with_config
+from specrl.bench.pair import PairConfig, Timing, device_name, prepare, with_config
 from specrl.config import load as cli
 from specrl.results import tables
 from specrl.results.records import counted
 from specrl.results.speedup import Flips
-from specrl.rollout.sections import doc
 from specrl.run.policy import rollout_dtype
 
-
-class Kind(TypedDict, total=False):
-    """The arguments of `Bench.case` that differ between the cases."""
-
-    replay: Required[float]
-    drifted: bool
-    useless: bool
-
-
-CASES: dict[str, Kind] = {
-    "fresh noise": {"replay": 0.0},
-    "replayed noise": {"replay": 1.0},
-    "same policy, replayed": {"replay": 1.0, "drifted": False},
-    "useless drafts": {"replay": 0.0, "useless": True},
-}
 COLUMNS = ("case", "reused", "plain s", "specrl s", "speedup", "slowest")
 
 
-@dataclass
-class BenchConfig(PairConfig):
-    generate: bool = doc(True, "also time transformers' model.generate on the same prompts")
-
-
-def main(config: BenchConfig) -> int:
+def main(config: PairConfig) -> int:
     from rich.console import Console
 
-    bench, _, tokenizer = prepare(config)
-    console, run = Console(), config.rollout
-    cases = [bench.case(name, config.repeats, **kind) for name, kind in CASES.items()]
-    what = f"{config.rows} rows, {config.model}, {config.trainer.precision}, {run.engine}"
-    title = f"{what}: medians (least to largest) of {counted(config.repeats, 'pair')}"
-    tables.show(console, title, COLUMNS, [cells(case) for case in cases])
-    parted = sum(case.differing_rows for case in cases)
-    before = sum(case.differing_rows * case.flip_position for case in cases)
-    flips = Flips(parted, sum(case.compared_tokens for case in cases), before / max(1, parted))
-    tables.note(console, f"compared token for token: {flips.told(rollout_dtype(config))}")
-    result: dict[str, Any] = {"options": asdict(config), "device": device_name(bench.model.device)}
-    result["cases"] = [asdict(case) for case in cases]
-    if config.generate and run.engine == "transformers":
-        seconds = result["generate_s"] = generate_seconds(bench, tokenizer, config.repeats)
-        ratio = seconds["generate"] / seconds["plain"]
-        tables.note(
-            console,
-            f"plain decoding {seconds['plain']:.3f} s, model.generate {seconds['generate']:.3f} s for "
-            f"{run.max_new_tokens} tokens a row: the baseline is {ratio:.2f}x as fast as generate",
-        )
+    bench, *_ = prepare(config)
+    cases = [
+        bench.time_pairs("fresh noise", replay=0.0),
+        bench.time_pairs("replayed noise", replay=1.0),
+        bench.time_pairs("same policy, replayed", replay=1.0, old_policy="newer"),
+        bench.time_pairs("useless drafts", replay=0.0, useless=True),
+    ]
     bench.engine.close()
+    console = Console()
+    described = f"{config.rows} rows, {config.model}, {config.trainer.precision}, {config.rollout.engine}"
+    title = f"{described}: medians (least to largest) of {counted(config.repeats, 'pair')}"
+    tables.show(console, title, COLUMNS, [cells(case) for case in cases])
+    differing = sum(case.differing_rows for case in cases)
+    before = sum(case.differing_rows * case.flip_position for case in cases)
+    flips = Flips(differing, sum(case.compared_tokens for case in cases), before / max(1, differing))
+    tables.note(console, f"compared token for token: {flips.sentence(rollout_dtype(config))}")
     if config.out:
+        result = {
+            "options": asdict(config),
+            "device": device_name(bench.model.device),
+            "cases": [asdict(case) for case in cases],
+        }
         Path(config.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-def cells(c: Case) -> tuple[str, ...]:
+def cells(timing: Timing) -> tuple[str, ...]:
     """A row of the table. `slowest` is the largest number of passes of a row, with specrl and with plain decoding."""
-    speedup = f"{c.speedup:.2f}x ({c.speedup_range[0]:.2f} to {c.speedup_range[1]:.2f})"
+    low, high = timing.speedup_range
     return (
-        c.name,
-        f"{c.reused:.0%}",
-        f"{c.plain_s:.3f}",
-        f"{c.specrl_s:.3f}",
-        speedup,
-        f"{c.passes_max}/{c.plain_passes}",
+        timing.name,
+        f"{timing.reused:.0%}",
+        f"{timing.plain_s:.3f}",
+        f"{timing.specrl_s:.3f}",
+        f"{timing.speedup:.2f}x ({low:.2f} to {high:.2f})",
+        f"{timing.passes_max}/{timing.plain_passes}",
     )
-
-
-def generate_seconds(bench: Bench, tokenizer, repeats: int) -> dict[str, float]:
-    """Median seconds of model.generate and of the engine's plain decoding, timed alternately.
-
-    Both ignore EOS and sample up to the length cap, so they take the same number of steps.
-    """
-    import torch
-
-    from specrl.rollout.engines.base import SamplingParams
-    from specrl.rollout.engines.local.engine import TransformersEngine
-    from specrl.rollout.types import Request
-
-    cap, temperature = bench.config.rollout.max_new_tokens, bench.config.rollout.temperature
-    engine = TransformersEngine(bench.model, SamplingParams(frozenset(), temperature))
-    requests = [Request(row.prompt, i, cap) for i, row in enumerate(bench.rows)]
-    inputs = tokenizer.pad({"input_ids": [list(row.prompt) for row in bench.rows]}, return_tensors="pt")
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    length = {"max_new_tokens": cap, "min_new_tokens": cap, "pad_token_id": tokenizer.pad_token_id}
-    times: dict[str, list[float]] = {"plain": [], "generate": []}
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        engine.generate(requests)
-        times["plain"].append(time.perf_counter() - began)
-        began = time.perf_counter()
-        with torch.inference_mode():
-            bench.model.generate(**inputs.to(bench.model.device), **sampling, **length)
-        times["generate"].append(time.perf_counter() - began)
-    return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
 
 
 def command(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    return cli.run(main, argv, BenchConfig, training=False, words=with_config)
+    return cli.run(main, argv, PairConfig, training=False, words=with_config)
 
 
 if __name__ == "__main__":

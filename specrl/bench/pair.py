@@ -45,7 +45,7 @@ def options(*words: str) -> PairConfig:
 
 
 @dataclass(frozen=True)
-class Case:
+class Timing:
     """Plain and speculative rollouts of the same rows. Seconds are medians over the repeats.
 
     `speedup` is the median of the paired ratios, and `speedup_range` is the smallest and the largest of them.
@@ -130,7 +130,9 @@ class Bench:
     There is only one engine, because vLLM's sleep mode allows one per process. It is built on first use.
     """
 
-    def __init__(self, model, eos_ids: frozenset[int], config: Config, rows: Sequence[Row], older: dict, newer: dict):
+    def __init__(
+        self, model, eos_ids: frozenset[int], config: PairConfig, rows: Sequence[Row], older: dict, newer: dict
+    ):
         from specrl.run.policy import engine_spec
 
         self.model, self.config, self.rows = model, config, list(rows)
@@ -146,22 +148,22 @@ class Bench:
 
         return build_engine(self.spec, self.model if self.config.rollout.engine == "transformers" else None)
 
-    def case(self, name: str, repeats: int, *, replay: float, drifted: bool = True, useless: bool = False) -> Case:
-        """Times `repeats` pairs of plain and speculative rollouts of the newer policy with the older one's cache."""
-        older = self.old_batch("older" if drifted else "newer")
+    def time_pairs(self, name: str, *, replay: float, old_policy: str = "older", useless: bool = False) -> Timing:
+        """Times pairs of plain and speculative rollouts of the newer policy with the cache of `old_policy`."""
+        old = self.old_batch(old_policy)
         self.switch("newer")
         pairs = []
-        for i in range(repeats + 1):
-            stage = self.rollout(older, replay=replay, useless=useless)
+        for i in range(self.config.repeats + 1):
+            stage = self.rollout(old, replay=replay, useless=useless)
             plain = self.plain(1, replay) if i % 2 else None  # alternate: the second of a pair is a few percent faster
             batch = self.timed(stage)
             pairs.append((plain or self.plain(1, replay), batch))
         pairs = pairs[1:]
         plain, batch = pairs[-1]
         done = batch.completions
-        parted = Divergence.of(done, plain.completions)
+        divergence = Divergence.of(done, plain.completions)
         ratio, least, most = of_pairs([b.total_s for _, b in pairs], [p.total_s for p, _ in pairs])
-        return Case(
+        return Timing(
             name=name,
             reused=sum(sum(c.reused) for c in done) / sum(len(c.tokens) for c in done),
             plain_s=statistics.median(p.total_s for p, _ in pairs),
@@ -171,9 +173,9 @@ class Bench:
             passes_per_row=sum(c.passes for c in done) / len(done),
             passes_max=max(c.passes for c in done),
             plain_passes=max(c.passes for c in plain.completions),
-            differing_rows=len(parted.first),
-            compared_tokens=parted.tokens,
-            flip_position=parted.metrics().get("spec/flip_position", 0.0),
+            differing_rows=len(divergence.first),
+            compared_tokens=divergence.tokens,
+            flip_position=divergence.metrics().get("spec/flip_position", 0.0),
             rows=len(done),
         )
 
@@ -231,9 +233,9 @@ class Bench:
                 p.copy_(self.weights[policy][name])
 
 
-def of_pairs(own: Sequence[float], plain: Sequence[float]) -> tuple[float, float, float]:
+def of_pairs(specrl_s: Sequence[float], plain_s: Sequence[float]) -> tuple[float, float, float]:
     """Median, smallest and largest ratio of plain to speculative seconds over repeats of the same work."""
-    ratios = sorted(p / o for o, p in zip(own, plain, strict=True))
+    ratios = sorted(plain / specrl for specrl, plain in zip(specrl_s, plain_s, strict=True))
     return statistics.median(ratios), ratios[0], ratios[-1]
 
 

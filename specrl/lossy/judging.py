@@ -14,6 +14,8 @@ import torch
 
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
+from specrl.lossy.fit import Labels, fit_judge
+from specrl.lossy.mining import Miner, by_model, until_first_mismatch
 from specrl.lossy.pair import Pair
 from specrl.reward.set import RewardSet
 from specrl.rollout.cache.memory import Fingerprint, load
@@ -26,10 +28,7 @@ from specrl.rollout.types import Request
 from specrl.run.data import Example
 from specrl.run.policy import fingerprint
 from specrl.run.prompts import render, seen
-from specrl.trainers.lossy.fit import Labels, fit_judge
-from specrl.trainers.lossy.mining import Miner, by_model, until_first_mismatch
 
-SHUFFLES = 8  # control fits: one direction of the hidden space may separate the classes by chance
 NORMAL_95 = 1.96
 
 
@@ -142,28 +141,26 @@ def compare(pair: Pair, rules: Mapping[str, Judge], drafts: Sequence[Drafted], r
 
 
 def fit_judges(labels: Labels, config: Config, recall: float) -> tuple[JudgeHead, JudgeHead, dict[str, Any]]:
-    """The judge, the same fit to shuffled labels, and a report on both. A fifth of the problems is held out.
+    """The judge, the same fit to shuffled labels as a control, and a report. A fifth of the problems is held out.
 
     Raises:
         ConfigError: too few mismatches of one class.
     """
-    generator = torch.Generator().manual_seed(config.seed)
-    shuffles = [labels.important[torch.randperm(len(labels), generator=generator)] for _ in range(SHUFFLES)]
-    fits = [fit_judge(replace(labels, important=important), recall) for important in (labels.important, *shuffles)]
-    complete = [fit for fit in fits if fit is not None]
-    if len(complete) < len(fits):
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(config.seed))
+    fit = fit_judge(labels, recall)
+    control = fit_judge(replace(labels, important=labels.important[order]), recall)
+    if fit is None or control is None:
         raise ConfigError(
             f"{len(labels)} mismatches, {int(labels.important.sum())} of them important, are too few of one class to "
             f"learn from. Raise dataset.train_size={config.dataset.train_size}, or take drafts that differ more."
         )
-    judge = complete[0][0]
-    shuffled = complete[1][0]
-    areas = [area for _, area in complete]
+    judge, area = fit
+    shuffled, shuffled_area = control
     report = {
         "mismatches": len(labels),
         "important": int(labels.important.sum()),
-        "roc_auc": areas[0],
-        "roc_auc_of_shuffled_labels": areas[1:],
+        "roc_auc": area,
+        "roc_auc_of_shuffled_labels": shuffled_area,
         "threshold": judge.threshold,
     }
     return judge, shuffled, report

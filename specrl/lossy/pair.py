@@ -13,9 +13,8 @@ from specrl.rollout.engines.local.head import load_drafter
 from specrl.rollout.lossy.judge import Judge
 from specrl.rollout.lossy.judged import Judged
 from specrl.rollout.lossy.pair import fingerprint
-from specrl.rollout.lossy.routed import RoutedEngine, Steps
-from specrl.rollout.lossy.router import Router
-from specrl.rollout.lossy.steps import StepEnd
+from specrl.rollout.lossy.routed import RoutedEngine
+from specrl.rollout.lossy.router import Router, StepEnd
 from specrl.rollout.types import RolloutError
 from specrl.run.policy import engine_spec, load_policy
 
@@ -35,13 +34,13 @@ class Pair:
         return TransformersEngine(model, self.sampling, limits=Limits.of(self.config.rollout))
 
     def routed(self, router: Router) -> RoutedEngine:
-        """An engine for text only: kept draft steps get no log-probs of the policy."""
+        """An engine whose steps the draft model writes, or the policy where the router says so."""
         if self.draft is None:
             raise RolloutError("routing needs a draft model: set rollout.drafter")
         options = self.config.rollout.routed
         end = StepEnd(options.step_separators, self.tokenizer.decode, self.sampling.eos_ids, options.max_step_tokens)
-        steps = Steps(self.draft, router, end, score=False)
-        return RoutedEngine(self.policy, self.sampling, steps, Limits.of(self.config.rollout))
+        limits = Limits.of(self.config.rollout)
+        return RoutedEngine(self.policy, self.sampling, draft=self.draft, router=router, step_end=end, limits=limits)
 
     def judged(self, judge: Judge) -> TransformersEngine:
         """Verifies the draft model's tokens or, without one, the requests' drafts under a judge."""

@@ -11,19 +11,18 @@ from transformers import PreTrainedTokenizerBase
 
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
+from specrl.lossy.fit import Record, accuracy_by_class, curve, logistic
 from specrl.lossy.pair import Pair
 from specrl.reward.base import Sample
 from specrl.reward.prm import Prefix, TransformersPRM, monte_carlo
 from specrl.reward.set import RewardSet
 from specrl.rollout.keys import derive_key
-from specrl.rollout.lossy.router import Scorer, by_advantage, features, probability
-from specrl.rollout.lossy.steps import Candidate, Step
+from specrl.rollout.lossy.router import Candidate, Scorer, Step, by_advantage, features, probability
 from specrl.rollout.types import Request
 from specrl.run.accuracy import requests
 from specrl.run.data import Example
 from specrl.run.policy import device, load_tokenizer
 from specrl.run.prompts import seen
-from specrl.trainers.lossy.fit import Record, accuracy_by_class, curve, logistic, spearman
 
 WALKS = {"oracle": 0.0, "draft": 1.0}  # advantage above which the walk continues with the policy's step
 
@@ -76,14 +75,11 @@ class StepValues:
         self._score = lambda samples: rewards.score(samples).total
         self.known: dict[tuple[int, ...], float] = {}
         """Values by tokens of the prefix."""
-        self.prefixes: dict[tuple[int, ...], Prefix] = {}
-        """The prefixes, by their tokens."""
         self.decoded = 0
         """Tokens spent on continuations."""
 
     def __call__(self, prefixes: Sequence[Prefix]) -> list[float]:
         new = {p.tokens: p for p in prefixes if p.tokens not in self.known}
-        self.prefixes |= new
         values = monte_carlo(list(new.values()), self._continue, self._score) if new else []
         self.known |= {tokens: nan if value is None else value for tokens, value in zip(new, values, strict=True)}
         return [self.known[p.tokens] for p in prefixes]
@@ -97,20 +93,14 @@ class StepValues:
         return [texts[i : i + count] for i in range(0, len(texts), count)]
 
 
-def gains(values: StepValues, prefixes: Sequence[Prefix]) -> list[float]:
-    """Values of the policy's steps minus those of the draft's, each of which precedes the policy's in `prefixes`."""
-    both = values(prefixes)
-    return [s_t - s_d for s_d, s_t in zip(both[::2], both[1::2], strict=True)]
-
-
 def advantage(pair: Pair, values: StepValues, examples: Sequence[Example]) -> Scorer:
     """The oracle's scorer. Args: examples: of the requests, in their order."""
-
     prompts = seen(examples, [""] * len(examples), pair.tokenizer, pair.config.dataset)
 
     def scores(candidates: Sequence[Candidate]) -> Sequence[float]:
         steps = [(c, step) for c in candidates for step in _both_steps(c)]
-        return gains(values, [prefix(c, step, prompts[c.row], pair.tokenizer) for c, step in steps])
+        both = values([prefix(c, step, prompts[c.row], pair.tokenizer) for c, step in steps])
+        return [s_t - s_d for s_d, s_t in zip(both[::2], both[1::2], strict=True)]
 
     return scores
 
@@ -161,21 +151,8 @@ def collect(pair: Pair, values: StepValues, examples: Sequence[Example]) -> list
     return list(records.values())
 
 
-def revalued(records: Sequence[Record], values: StepValues, others: StepValues) -> list[float]:
-    """The advantages of visited steps, valued again: the agreement of both bounds the measured skill of a router.
-
-    Args: values: has valued the steps; others: continuations with other noise.
-    """
-    steps = [(r.before, step) for r in records for step in (r.draft_step, r.policy_step)]
-    return gains(others, [values.prefixes[*before, *step] for before, step in steps])
-
-
-def train(
-    learning: Sequence[Record], held_out: Sequence[Record], revalued: Sequence[float], config: Config
-) -> tuple[list[float], dict[str, Any]]:
+def train(learning: Sequence[Record], held_out: Sequence[Record], config: Config) -> tuple[list[float], dict[str, Any]]:
     """The router's weights, and the report on the steps in `held_out`.
-
-    Args: revalued: their advantages, valued again.
 
     Raises:
         ConfigError: too few steps of one class.
@@ -189,23 +166,16 @@ def train(
     inputs = torch.tensor([r.features for r in learning], dtype=torch.float64)
     weights, bias = logistic(inputs, torch.tensor(has_gain), ridge=1e-3)
     router = [*weights.tolist(), bias.item()]
-    truth = [r.advantage for r in held_out]
+    advantages = [r.advantage for r in held_out]
     scores = [probability(router, r.features) for r in held_out]
-    surprise = [r.features[0] for r in held_out]
-    valued_twice = [(a, b) for a, b in zip(revalued, truth, strict=True) if isfinite(a)]
-    without_ties = torch.tensor(truth, dtype=torch.float64).argsort(stable=True).argsort().tolist()
     return router, {
         "steps": len(learning) + len(held_out),
         "with_gain": sum(r.advantage > 0 for r in (*learning, *held_out)),
-        "spearman": spearman(scores, truth),
-        "spearman_of_likelihood": spearman(surprise, truth),
-        "spearman_of_valuing_again": spearman(*zip(*valued_twice, strict=True)) if valued_twice else 0.0,
-        "spearman_of_a_strict_order": spearman(without_ties, truth),  # upper bound for any score without ties
-        "escalated_of_gain_kept_of_rest": accuracy_by_class(scores, truth, 0.5),
+        "escalated_of_gain_kept_of_rest": accuracy_by_class(scores, advantages, 0.5),
         "curves": {
             "arbitrage": curve(scores, held_out),
-            "likelihood": curve(surprise, held_out),
+            "likelihood": curve([r.features[0] for r in held_out], held_out),
             "rsd on true values": curve([-r.draft_value for r in held_out], held_out),
-            "oracle": curve(truth, held_out),
+            "oracle": curve(advantages, held_out),
         },
     }

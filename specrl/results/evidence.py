@@ -1,30 +1,27 @@
-"""Claims that a run's metrics support: savings, the rollout rule, and the notes that limit them."""
+"""Claims that a run's metrics support: savings, rollouts ahead, the rollout rule, and the notes that limit them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from statistics import quantiles
 
+from specrl.config.options import plain
 from specrl.config.rules import differences
 from specrl.config.schema import Config
 from specrl.results.records import METRICS_FILE, RunRecords, counted, mean, number, total
 from specrl.results.savings import (
     COSTS,
-    Pair,
     Saving,
     control_pairs,
-    costs,
     later,
+    matched,
     measured,
-    phases,
-    rollout_s,
+    paired,
     rollouts,
-    saving,
     step_s,
     step_speedup,
-    table,
 )
 from specrl.results.speedup import FEWEST, Speedup, flips
 from specrl.run.policy import rollout_dtype
@@ -32,35 +29,12 @@ from specrl.run.policy import rollout_dtype
 SAME_MACHINE = ("cpu", "cores", "usable_cores", "threads", "gpus")
 VERSIONS = ("torch", "transformers", "vllm", "ray")
 """Packages whose version decides how long a step takes."""
-OWN = re.compile(
+MAY_DIFFER = re.compile(
     r"name|output_dir|resume|report\..*|trainer\.((save|keep|eval|log)_.*|drafter\..*)"
     r"|rollout\.(acceptance|ahead|sources|drafter|measure_every|budget\..*|cache\..*)"
 )
 """Options that may differ between a run and its baseline: they configure speculation or do not affect a step's time."""
 LENGTH_GAP = 0.02  # a larger relative difference in mean response length can fake or hide a speedup
-NAMED = 3  # differences that are listed in the sentence with the speedup; the notes list all
-
-
-@dataclass(frozen=True)
-class Pairing:
-    """A comparison with a baseline run, and the reasons that rule out or qualify a speedup."""
-
-    baseline: RunRecords
-    steps: int
-    """Number of rollouts that both runs timed."""
-    savings: list[Saving]
-    refusals: list[str] = field(default_factory=list)
-    """Sentences that say why there is no speedup; empty if there is one."""
-    differing: list[str] = field(default_factory=list)
-    """Other differences that can change the seconds, as `key: baseline -> run`. They are listed with the speedup."""
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def caveat(self) -> str:
-        """Text for the sentence with the speedup; empty if nothing else differs."""
-        more = len(self.differing) - NAMED
-        named = [*self.differing[:NAMED], *([f"{more} more"] if more > 0 else [])]
-        return f", perhaps not by speculation alone ({', '.join(named)})" if named else ""
 
 
 @dataclass(frozen=True)
@@ -70,7 +44,6 @@ class Evidence:
     title: str
     rows: list[Saving]
     claims: list[str]
-    caveat: str = ""
 
     def shown(self) -> list[Saving]:
         """The rows without phases whose seconds round to 0."""
@@ -80,29 +53,11 @@ class Evidence:
         """The content for report.json."""
         keys = ("phase", "plain_s", "specrl_s", "saved_s", "share")
         rows = [{key: getattr(row, key) for key in keys} | {"speedup": numbers(row.speedup)} for row in self.rows]
-        return {"title": self.title, "claims": self.claims, "caveat": self.caveat, "savings": rows}
+        return {"title": self.title, "claims": self.claims, "savings": rows}
 
 
-def evidence(steps: Sequence[dict], pairing: Pairing | None) -> dict[str, Evidence]:
-    """The measurements by kind, `measured` and `paired`; a kind without data is absent."""
-    found = {}
-    if rows := measured(steps):
-        whole = step_speedup(steps)
-        more = [Saving("step, controls left out", 0.0, 0.0, whole)] if whole else []
-        found["measured"] = Evidence(_measured_title(steps), rows, claims([*rows, *more]))
-    if pairing and not pairing.refusals:
-        title = f"Paired with {pairing.baseline.path}, {counted(pairing.steps, 'step')}"
-        found["paired"] = Evidence(title, pairing.savings, claims(pairing.savings, pairing.caveat), pairing.caveat)
-    return found
-
-
-def _measured_title(steps: Sequence[dict]) -> str:
-    pairs = control_pairs(steps)
-    spread = ""
-    if len(pairs) >= FEWEST:
-        low, _, high = quantiles([pair.plain_s / pair.own_s for pair in pairs], method="inclusive")
-        spread = f"; the middle half {low:.2f}x to {high:.2f}x"
-    return f"Measured on {counted(len(pairs), 'control step')} of {len(steps)}{spread}"
+def numbers(speedup: Speedup | None) -> dict | None:
+    return asdict(speedup) | {"is_significant": speedup.is_significant} if speedup else None
 
 
 def claims(rows: Sequence[Saving], caveat: str = "") -> list[str]:
@@ -113,8 +68,117 @@ def claims(rows: Sequence[Saving], caveat: str = "") -> list[str]:
     return [f"Speedup of the {row.phase}{words}: {row.speedup}" for row in rows if row.speedup]
 
 
-def numbers(found: Speedup | None) -> dict | None:
-    return asdict(found) | {"told": found.told} if found else None
+def on_control_steps(steps: Sequence[dict]) -> Evidence | None:
+    """The savings on the control steps of a run; None without any."""
+    rows = measured(steps)
+    if not rows:
+        return None
+    pairs = control_pairs(steps)
+    title = f"Measured on {counted(len(pairs), 'control step')} of {len(steps)}"
+    if len(pairs) >= FEWEST:
+        low, _, high = quantiles([pair.plain_s / pair.specrl_s for pair in pairs], method="inclusive")
+        title += f"; interquartile range {low:.2f}x to {high:.2f}x"
+    complete = step_speedup(steps)
+    more = [Saving("step, controls left out", 0.0, 0.0, complete)] if complete else []
+    return Evidence(title, rows, claims([*rows, *more]))
+
+
+def against_baseline(run: RunRecords, baseline: RunRecords) -> tuple[Evidence | None, list[str]]:
+    """The savings compared with a baseline run, None where a speedup may not be reported, and notes that say why."""
+    records, plain_records = matched(run.steps, baseline.steps)
+    refusals = [*_refusals(run, baseline, len(records))]
+    notes = [*refusals]
+    differing = _differing(run, baseline)
+    if differing:
+        notes.append(f"The runs differ in more than the rollout rule: {', '.join(differing)}.")
+    most = max(len(rollouts(side.steps)) for side in (run, baseline))
+    if 0 < len(records) < most:
+        notes.append(f"{len(records)} of {most} rollouts are paired: those that both runs timed.")
+    if gap := _length_gap(records, plain_records):
+        notes.append(f"Part of the difference in time is a difference in length: {gap}.")
+        differing.append(gap)
+    if refusals:
+        return None, notes
+    caveat = f", perhaps not by speculation alone ({', '.join(differing)})" if differing else ""
+    rows = paired(run.steps, baseline.steps)
+    title = f"Paired with {baseline.path}, {counted(len(records), 'step')}"
+    return Evidence(title, rows, claims(rows, caveat)), notes
+
+
+def _refusals(run: RunRecords, baseline: RunRecords, pairs: int) -> Iterator[str]:
+    """Sentences that say why there is no speedup; none if there is one."""
+    if not pairs:
+        yield f"The runs have no timed step in common, so nothing is paired with {baseline.path}."
+    if run.config and run.config.rollout.acceptance == "off":
+        yield "This run does not speculate (rollout.acceptance=off), so it has no speedup."
+    if baseline.config and baseline.config.rollout.acceptance != "off":
+        acceptance = baseline.config.rollout.acceptance
+        yield f"The baseline speculates (rollout.acceptance={acceptance}), so there is no speedup over plain decoding."
+    if other := other_machine(run, baseline):
+        yield f"The baseline ran on another machine ({'; '.join(other)}), so seconds do not compare."
+
+
+def other_machine(run: RunRecords, baseline: RunRecords) -> list[str]:
+    """What differs between the machines of two runs; empty if one has no record of its machine."""
+    here = run.machine or {}
+    there = baseline.machine or {}
+    both = [name for name in SAME_MACHINE if name in here and name in there]
+    return [f"{name}: {plain(there[name])}, not {plain(here[name])}" for name in both if here[name] != there[name]]
+
+
+def _differing(run: RunRecords, baseline: RunRecords) -> list[str]:
+    """Other differences that can change the seconds, as `key: baseline -> run`."""
+    differing = ["settings unknown"]
+    if run.config and baseline.config:
+        changes = differences(baseline.config, run.config)
+        differing = [str(c) for c in changes if c.key != "name" and (c.matters or not MAY_DIFFER.fullmatch(c.key))]
+    if run.machine is None or baseline.machine is None:
+        return [*differing, "machine unknown"]
+    here = run.machine["versions"]
+    there = baseline.machine["versions"]
+    changed = [name for name in VERSIONS if there.get(name) != here.get(name)]
+    return differing + [f"{name}: {there.get(name)} -> {here.get(name)}" for name in changed]
+
+
+def _length_gap(records: Sequence[dict], plain_records: Sequence[dict]) -> str:
+    here, there = (mean(side, "completions/mean_length") for side in (records, plain_records))
+    if here and there and abs(here / there - 1) > LENGTH_GAP:
+        return f"mean response length: {there:.1f} -> {here:.1f} tokens"
+    return ""
+
+
+def ahead(run: RunRecords, baseline: RunRecords | None) -> dict | None:
+    """What rollouts ahead did, for report.json; None if there were none.
+
+    Means over all rollouts but the first, before which nothing is generated ahead. Times exclude control rows.
+
+    Args: baseline: a run to compare steps with; used if it has rollout.ahead=off and ran on the same machine.
+    """
+    steps = [record for record in rollouts(run.steps) if number(record, "spec/ahead_ratio") is not None][1:]
+    if not steps or not step_s(steps):
+        return None
+    shares = {name: mean(steps, f"spec/ahead_{name}_ratio") or 0.0 for name in ("done", "unchanged")}
+    result = {"ratio": mean(steps, "spec/ahead_ratio"), **shares, "step_s": step_s(steps) / len(steps)}
+    sentence = (
+        f"Rollouts ahead: {result['ratio']:.0%} of the tokens had been generated ahead by idle workers. "
+        f"{shares['done']:.0%} of the rows had ended before their rollout began, and {shares['unchanged']:.0%} were "
+        "accepted unchanged."
+    )
+    if without := _without_ahead(run, baseline, steps):
+        speed = without["step_s_without"] / result["step_s"]
+        seconds = f"{result['step_s']:.2f} s with them and {without['step_s_without']:.2f} s without"
+        sentence += f" Steps took {seconds} (in {without['baseline']}), which is {speed:.2f}x."
+    else:
+        sentence += " To measure what they save, give the same run with rollout.ahead=off as baseline= of the report."
+    return result | without | {"sentence": sentence}
+
+
+def _without_ahead(run: RunRecords, baseline: RunRecords | None, steps: Sequence[dict]) -> dict:
+    """Mean seconds of the same steps in a baseline without rollouts ahead; empty if it cannot be compared."""
+    if not baseline or not baseline.config or baseline.config.rollout.ahead != "off" or other_machine(run, baseline):
+        return {}
+    _, same = matched(steps, baseline.steps)
+    return {"step_s_without": step_s(same) / len(same), "baseline": str(baseline.path)} if same else {}
 
 
 def rule(config: Config | None) -> str:
@@ -123,141 +187,44 @@ def rule(config: Config | None) -> str:
         return "unknown: the run's config.yaml is missing or unreadable."
     rollout = config.rollout
     if rollout.acceptance in ("judged", "routed"):
-        what = "old text" if rollout.accepts_old_text else "the draft model's text"
-        by = getattr(rollout, rollout.acceptance).by
-        return (
-            f"lossy: {what} is accepted where rollout.{rollout.acceptance}.by={by} allows, and keeps the distribution "
-            "that it was sampled from."
-        )
+        source = "old text" if rollout.accepts_old_text else "the draft model's text"
+        option = f"rollout.{rollout.acceptance}.by={getattr(rollout, rollout.acceptance).by}"
+        return f"lossy: {source} is accepted where {option} allows, and follows the distribution that sampled it."
     if rollout.acceptance == "off":
         return "off: plain decoding without speculation."
     if rollout.acceptance == "lenient":
         return f"lenient, l={rollout.lenience:g}: SPEC-RL as published; biased towards the stored text."
     if not rollout.replay:
-        return "exact, replay=0: the tokens plain decoding draws, with fresh noise at every visit: on-policy RL."
+        return "exact, replay=0: the tokens that plain decoding samples, with fresh noise at every visit."
     return (
-        f"exact, replay={rollout.replay:g}: the tokens plain decoding draws with the same keys; replayed rows are not "
-        "independent of the weights, and spec/reuse_gap measures what that does."
+        f"exact, replay={rollout.replay:g}: the tokens that plain decoding samples with the same keys; replayed rows "
+        "are not independent of the weights, and spec/reuse_gap measures what that does."
     )
 
 
-def numerics(config: Config | None) -> str:
-    """Data type of the weights that a run samples responses with; empty if unknown."""
-    return rollout_dtype(config) if config else ""
-
-
-def notes(own: RunRecords, pairing: Pairing | None) -> list[str]:
-    """The caveats that a reader must know before quoting a number."""
-    found, steps, config = [], own.steps, own.config
-    if own.finished is False:
-        found.append(f"The run is unfinished; its last step is {own.last['step']}.")
-    if own.unreadable:
-        found.append(f"{counted(own.unreadable, 'unreadable line')} of {METRICS_FILE} left out.")
-    paired_with = pairing and not pairing.refusals
-    if not paired_with and not control_pairs(steps) and (config is None or config.rollout.acceptance != "off"):
-        found.append(_unmeasured(config))
+def notes(run: RunRecords, measured: bool) -> list[str]:
+    """The caveats that a reader must know before quoting a number. Args: measured: whether there is any Evidence."""
+    lines = []
+    steps = run.steps
+    config = run.config
+    if run.finished is False:
+        lines.append(f"The run is unfinished; its last step is {run.last['step']}.")
+    if run.unreadable:
+        lines.append(f"{counted(run.unreadable, 'unreadable line')} of {METRICS_FILE} left out.")
+    if not measured:
+        if config is None or config.rollout.acceptance == "exact":
+            every = f": rollout.measure_every={config.rollout.measure_every}" if config else ""
+            lines.append(f"No speedup was measured, because the run had no control steps{every}.")
+        elif config.rollout.acceptance != "off":
+            lines.append(
+                "No speedup was measured: control steps compare with plain decoding, whose text a lossy rule does not "
+                "write. Give baseline=DIR, a run with rollout.acceptance=off."
+            )
     if not later(steps) and not any(number(record, "spec/hit_rate") for record in steps):
-        found.append("No step is from epoch 2 on, so no prompt had old text of its own to draft from.")
-    if (parted := flips(steps)) and parted.count:
-        found.append(f"On control steps {parted.told(numerics(config))}.")
+        lines.append("No step is from epoch 2 on, so no prompt had old text of its own to draft from.")
+    if (differing := flips(steps)) and differing.count:
+        dtype = rollout_dtype(config) if config else ""
+        lines.append(f"On control steps {differing.sentence(dtype)}.")
     if lost := total(steps, "reward/failed"):
-        found.append(f"{counted(lost, 'response')} got no reward and took no part in the update.")
-    return found + (pairing.refusals + pairing.notes if pairing else [])
-
-
-def _unmeasured(config: Config | None) -> str:
-    """A sentence that says why there are no control steps."""
-    if config is None:
-        return "No control steps, so no speedup was measured."
-    if config.rollout.acceptance != "exact":
-        return (
-            "No speedup was measured: control steps compare with plain decoding, whose text a lossy rule does not "
-            "write. Give baseline=DIR, a run with rollout.acceptance=off."
-        )
-    every = config.rollout.measure_every
-    return f"No control steps, so no speedup was measured: with rollout.measure_every={every} the run had none."
-
-
-def pair(own: RunRecords, baseline: RunRecords) -> Pairing:
-    """Compares `own` with `baseline` and decides whether a speedup may be reported."""
-    mine, theirs = matched(own.steps, baseline.steps)
-    refusals, notes, other = [], [], baseline.config
-    if not mine:
-        refusals.append(f"The runs have no timed step in common, so nothing is paired with {baseline.path}.")
-    if own.config and own.config.rollout.acceptance == "off":
-        refusals.append("This run does not speculate (rollout.acceptance=off), so it has no speedup.")
-    if other and other.rollout.acceptance != "off":
-        what = f"its rollout.acceptance is {other.rollout.acceptance}"
-        refusals.append(f"The baseline did not decode plainly ({what}), so there is no speedup against it.")
-    if unlike := unlike_machines(own, baseline):
-        refusals.append(f"The baseline ran on another machine ({'; '.join(unlike)}), so the seconds tell no speedup.")
-    differing = _differing(own, baseline)
-    if differing:
-        notes.append(f"The runs differ in more than the rollout rule: {', '.join(differing)}.")
-    if 0 < len(mine) < (most := max(len(rollouts(side.steps)) for side in (own, baseline))):
-        notes.append(f"{len(mine)} of {most} rollouts are paired: those that both runs timed.")
-    if gap := _length_gap(mine, theirs):
-        notes.append(f"Part of the difference in time is a difference in length: {gap}.")
-        differing.append(gap)
-    return Pairing(baseline, len(mine), paired(own.steps, baseline.steps), refusals, differing, notes)
-
-
-def matched(steps: Sequence[dict], baseline: Sequence[dict]) -> tuple[list[dict], list[dict]]:
-    """The records of the rollouts that both runs timed, in the same order."""
-    by_step = {record["step"]: record for record in rollouts(baseline)}
-    own = [record for record in rollouts(steps) if record["step"] in by_step]
-    return own, [by_step[record["step"]] for record in own]
-
-
-def paired(steps: Sequence[dict], baseline: Sequence[dict]) -> list[Saving]:
-    """Savings compared with a baseline run, over the rollouts that both timed: phases, totals and complete steps."""
-    own, plain = matched(steps, baseline)
-    if not own:
-        return []
-    before, after = ({**phases(side), **costs(side)} for side in (plain, own))
-    both = zip(own, plain, strict=True)
-    pairs = [Pair(record, rollout_s(record), rollout_s(other), step_s([record])) for record, other in both]
-    rows = table(before, after, pairs)
-    for key in ("reward", "update"):
-        own_s, plain_s = ([total([record], f"timing_s/{key}") for record in side] for side in (own, plain))
-        rows.append(saving(key, own_s, plain_s))
-    own_s, plain_s = ([step_s([record]) for record in side] for side in (own, plain))
-    return [*rows, saving("step, controls left out", own_s, plain_s, True)]
-
-
-def _differing(own: RunRecords, baseline: RunRecords) -> list[str]:
-    found = []
-    if own.config and baseline.config:
-        changes = differences(baseline.config, own.config)
-        found += [str(c) for c in changes if c.key != "name" and (c.matters or not OWN.fullmatch(c.key))]
-    else:
-        found.append("settings unknown")
-    if own.machine is None or baseline.machine is None:
-        return [*found, "machine unknown"]
-    here, there = own.machine["versions"], baseline.machine["versions"]
-    return found + [
-        f"{name}: {there.get(name)} -> {here.get(name)}" for name in VERSIONS if there.get(name) != here.get(name)
-    ]
-
-
-def _length_gap(mine: Sequence[dict], theirs: Sequence[dict]) -> str:
-    here, there = (mean(side, "completions/mean_length") for side in (mine, theirs))
-    if here and there and abs(here / there - 1) > LENGTH_GAP:
-        return f"mean response length: {there:.1f} -> {here:.1f} tokens"
-    return ""
-
-
-def unlike_machines(first: RunRecords, second: RunRecords) -> list[str]:
-    """The differences between the machines of two runs, as `name: SECOND, not FIRST`; empty if one has no record."""
-    here, there = first.machine or {}, second.machine or {}
-    unlike = [name for name in SAME_MACHINE if name in here and name in there and _cut(here, name) != _cut(there, name)]
-    return [f"{name}: {_plain(there[name])}, not {_plain(here[name])}" for name in unlike]
-
-
-def _cut(found: dict, name: str):
-    """The value; of GPUs only the name and memory, because the driver may differ."""
-    return [", ".join(gpu.split(", ")[:2]) for gpu in found[name]] if name == "gpus" else found[name]
-
-
-def _plain(value) -> str:
-    return ("; ".join(value) or "none") if isinstance(value, list) else str(value)
+        lines.append(f"{counted(lost, 'response')} got no reward and took no part in the update.")
+    return lines

@@ -50,7 +50,7 @@ class Pair:
     """The times of one rollout with specrl and with plain decoding."""
 
     record: dict
-    own_s: float
+    specrl_s: float
     """Seconds of the rollout with specrl, including its share of COSTS."""
     plain_s: float
     step_s: float
@@ -70,14 +70,19 @@ def costs(steps: Iterable[dict]) -> dict[str, float]:
 
 def rollouts(steps: Iterable[dict]) -> list[dict]:
     """One record per timed rollout, with the seconds of all optimiser steps until the next rollout added."""
-    found: list[dict] = []
+    timed: list[dict] = []
     for record in steps:
         if number(record, "timing_s/gen"):
-            found.append(dict(record))
-        elif found:
-            timed = {key: value for key in record if key.startswith("timing_s/") and (value := number(record, key))}
-            found[-1] |= {key: (number(found[-1], key) or 0.0) + value for key, value in timed.items()}
-    return found
+            timed.append(dict(record))
+        elif timed:
+            for key in record:
+                if key.startswith("timing_s/"):
+                    timed[-1][key] = total([timed[-1], record], key)
+    return timed
+
+
+def rollout_s(record: dict) -> float:
+    return total([record], "timing_s/gen") + sum(costs([record]).values())
 
 
 def phases(steps: Sequence[dict]) -> dict[str, float]:
@@ -96,15 +101,20 @@ def control_pairs(steps: Sequence[dict]) -> list[Pair]:
 
     The mean is used because co-training may run only in every other step, so the COSTS of one step are not typical.
     """
-    found = []
+    pairs = []
     for part in _parts(rollouts(steps)):
         share = sum(costs(part).values()) / max(1, len(part))
         for record in control_steps(part):
-            own = total([record], "timing_s/gen") + share
-            plain = total([record], "spec/plain_s")
-            whole = step_s([record])
-            found.append(Pair(record, own, plain, whole - sum(costs([record]).values()) + share if whole else 0.0))
-    return found
+            seconds = step_s([record])
+            pairs.append(
+                Pair(
+                    record,
+                    specrl_s=total([record], "timing_s/gen") + share,
+                    plain_s=total([record], "spec/plain_s"),
+                    step_s=seconds - sum(costs([record]).values()) + share if seconds else 0.0,
+                )
+            )
+    return pairs
 
 
 def _parts(steps: Sequence[dict]) -> tuple[list[dict], list[dict]]:
@@ -114,35 +124,53 @@ def _parts(steps: Sequence[dict]) -> tuple[list[dict], list[dict]]:
 
 def measured(steps: Sequence[dict]) -> list[Saving]:
     """Savings on the control steps, by phase and in total. A plain rollout consists of prefill and decode only."""
-    if not (pairs := control_pairs(steps)):
+    pairs = control_pairs(steps)
+    if not pairs:
         return []
     after = phases([pair.record for pair in pairs])
-    charged = sum(pair.own_s for pair in pairs) - sum(after.values())
+    charged = sum(pair.specrl_s for pair in pairs) - sum(after.values())
     names = costs(rollouts(steps))
     after |= {name: charged * s / sum(names.values()) for name, s in names.items()}
     return table({}, after, pairs)
 
 
-def rollout_s(record: dict) -> float:
-    return total([record], "timing_s/gen") + sum(costs([record]).values())
+def matched(steps: Sequence[dict], baseline: Sequence[dict]) -> tuple[list[dict], list[dict]]:
+    """The records of the rollouts that both runs timed, in the same order."""
+    by_step = {record["step"]: record for record in rollouts(baseline)}
+    records = [record for record in rollouts(steps) if record["step"] in by_step]
+    return records, [by_step[record["step"]] for record in records]
+
+
+def paired(steps: Sequence[dict], baseline: Sequence[dict]) -> list[Saving]:
+    """Savings compared with a baseline run, over the rollouts that both timed: phases, totals and complete steps."""
+    specrl, plain = matched(steps, baseline)
+    if not specrl:
+        return []
+    before, after = ({**phases(records), **costs(records)} for records in (plain, specrl))
+    both = zip(specrl, plain, strict=True)
+    rows = table(before, after, [Pair(a, rollout_s(a), rollout_s(b), step_s([a])) for a, b in both])
+    for key in ("reward", "update"):
+        specrl_s, plain_s = ([total([record], f"timing_s/{key}") for record in records] for records in (specrl, plain))
+        rows.append(saving(key, specrl_s, plain_s))
+    specrl_s, plain_s = ([step_s([record]) for record in records] for records in (specrl, plain))
+    return [*rows, saving("step, controls left out", specrl_s, plain_s, claim=True)]
 
 
 def table(before: dict[str, float], after: dict[str, float], pairs: Sequence[Pair]) -> list[Saving]:
     """The phases and their totals. Time that `bounded` removes is subtracted from plain prefill and decode."""
-    kept = sum(bounded(*zip(*((pair.own_s, pair.plain_s) for pair in pairs), strict=True)))
+    kept = sum(bounded([pair.specrl_s for pair in pairs], [pair.plain_s for pair in pairs]))
     plain = before | {PLAIN_PHASE: kept - sum(s for phase, s in before.items() if phase != PLAIN_PHASE)}
     rows = [Saving(phase, plain.get(phase, 0.0), after.get(phase, 0.0)) for phase in {**after, **before}]
     scopes = {"from epoch 2 on": [pair for pair in pairs if later([pair.record])], "all these steps": pairs}
-    totals = [
-        saving(f"rollout, {scope}", [pair.own_s for pair in part], [pair.plain_s for pair in part], True)
+    return rows + [
+        saving(f"rollout, {scope}", [p.specrl_s for p in part], [p.plain_s for p in part], claim=True)
         for scope, part in scopes.items()
         if part
     ]
-    return rows + totals
 
 
-def saving(name: str, own: Sequence[float], plain: Sequence[float], claim: bool = False) -> Saving:
-    return Saving(name, sum(bounded(own, plain)), sum(own), speedup(own, plain) if claim else None)
+def saving(phase: str, specrl_s: Sequence[float], plain_s: Sequence[float], claim: bool = False) -> Saving:
+    return Saving(phase, sum(bounded(specrl_s, plain_s)), sum(specrl_s), speedup(specrl_s, plain_s) if claim else None)
 
 
 def step_s(steps: Sequence[dict]) -> float:
@@ -165,8 +193,8 @@ def breakdown(steps: Sequence[dict]) -> dict[str, float]:
 def step_speedup(steps: Sequence[dict]) -> Speedup | None:
     """Speedup of complete steps on the control steps: with plain rollouts and without COSTS, over the actual time."""
     pairs = [pair for pair in control_pairs(steps) if pair.step_s]
-    own = [pair.step_s for pair in pairs]
-    return speedup(own, [s + pair.plain_s - pair.own_s for s, pair in zip(own, pairs, strict=True)])
+    plain_s = [pair.step_s + pair.plain_s - pair.specrl_s for pair in pairs]
+    return speedup([pair.step_s for pair in pairs], plain_s)
 
 
 @dataclass(frozen=True)
@@ -177,13 +205,10 @@ class Estimate:
     low: float | None
     high: float | None
 
-    def told(self, steps: int) -> str:
-        """The estimate in a sentence, without a figure if its interval contains 0."""
+    def __str__(self) -> str:
         if self.low is None or self.high is None or self.low <= 0 <= self.high:
-            saved = "no difference that can be told from noise"
-        else:
-            saved = f"{self.saved_s:.1f} s saved (95 % interval {self.low:.1f} to {self.high:.1f} s)"
-        return f"Extrapolated to all {counted(steps, 'step')}: {saved}."
+            return "no difference that can be told from noise"
+        return f"{self.saved_s:.1f} s saved (95 % interval {self.low:.1f} to {self.high:.1f} s)"
 
 
 def estimate(steps: Sequence[dict]) -> Estimate | None:
@@ -192,32 +217,28 @@ def estimate(steps: Sequence[dict]) -> Estimate | None:
     Epoch 1 and the later epochs are extrapolated separately. The interval covers the later epochs only. Without control
     steps in epoch 1, its saving is 0; without control steps in the later epochs there is no estimate.
     """
-    first, rest = (_extrapolated(part) for part in _parts(rollouts(steps)))
+    (first_s, first), (rest_s, rest) = (_extrapolated(part) for part in _parts(rollouts(steps)))
     if rest is None:
         return None
-    seconds, found = rest
-    before = first[0] * (first[1].ratio - 1) if first else 0.0
-    ends = (None if end is None else before + seconds * (end - 1) for end in (found.low, found.high))
-    return Estimate(before + seconds * (found.ratio - 1), *ends)
+    before = first_s * (first.ratio - 1) if first else 0.0
+    ends = (None if end is None else before + rest_s * (end - 1) for end in (rest.low, rest.high))
+    return Estimate(before + rest_s * (rest.ratio - 1), *ends)
 
 
-def _extrapolated(part: Sequence[dict]) -> tuple[float, Speedup] | None:
+def _extrapolated(part: Sequence[dict]) -> tuple[float, Speedup | None]:
     """Seconds of these rollouts, with COSTS, and the speedup on their control steps; None without control steps."""
     pairs = control_pairs(part)
-    found = speedup([pair.own_s for pair in pairs], [pair.plain_s for pair in pairs])
-    return (sum(map(rollout_s, part)), found) if found else None
+    ratio = speedup([pair.specrl_s for pair in pairs], [pair.plain_s for pair in pairs])
+    return sum(map(rollout_s, part)), ratio
 
 
-def first_last(steps: Sequence[dict], key: str = "reward") -> dict:
-    """Means over the first and the last epoch, or over 10 % of the steps if there are fewer than two epochs."""
+def first_last(steps: Sequence[dict]) -> dict:
+    """Mean rewards of the first and the last epoch, or of 10 % of the steps if there are fewer than two epochs."""
     end = max(epoch(record) for record in steps)
-    if end > 2 - 1e-6:
-        first = [record for record in steps if epoch(record) <= EPOCH_END]
-        last = [record for record in steps if epoch(record) > end - 1 + 1e-6]
-        return {"first": mean(first, key), "last": mean(last, key), "window": "mean of an epoch"}
     count = max(1, len(steps) // 10)
-    return {
-        "first": mean(steps[:count], key),
-        "last": mean(steps[-count:], key),
-        "window": f"mean of {counted(count, 'step')}",
-    }
+    first, last, window = steps[:count], steps[-count:], f"mean of {counted(count, 'step')}"
+    if end > 2 - 1e-6:
+        first, _ = _parts(steps)
+        last = [record for record in steps if epoch(record) > end - 1 + 1e-6]
+        window = "mean of an epoch"
+    return {"first": mean(first, "reward"), "last": mean(last, "reward"), "window": window}

@@ -32,49 +32,45 @@ class Speedup:
     steps: int
 
     @property
-    def told(self) -> bool:
+    def is_significant(self) -> bool:
         """Whether the interval excludes 1."""
         return self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
 
     def __str__(self) -> str:
         if self.low is None:
             return f"too few to tell, {self.steps} of the {FEWEST} steps that it takes"
-        return self.brief if self.told else f"not distinguishable from 1x ({self.brief})"
-
-    @property
-    def brief(self) -> str:
-        """The interval, with the ratio if the interval excludes 1; empty without an interval."""
-        interval = "" if self.low is None else f"95 % interval {self.low:.2f}x to {self.high:.2f}x"
-        return f"{self.ratio:.2f}x ({interval})" if self.told else interval
+        interval = f"95 % interval {self.low:.2f}x to {self.high:.2f}x"
+        return f"{self.ratio:.2f}x ({interval})" if self.is_significant else f"not distinguishable from 1x ({interval})"
 
 
-def bounded(own: Sequence[float], plain: Sequence[float]) -> list[float]:
+def bounded(specrl_s: Sequence[float], plain_s: Sequence[float]) -> list[float]:
     """Plain seconds of each step, reduced so that no saving exceeds the largest saving below the top tenth.
 
     The top tenth is at least one step. If no steps are below it, every saving is at most 0.
     """
-    top = _top(len(own))
-    below = sorted(p - o for o, p in zip(own, plain, strict=True))[:-top]
+    savings = [plain - specrl for specrl, plain in zip(specrl_s, plain_s, strict=True)]
+    below = sorted(savings)[: -_top(len(savings))]
     most = below[-1] if below else 0.0
-    return [o + min(p - o, most) for o, p in zip(own, plain, strict=True)]
+    return [specrl + min(saving, most) for specrl, saving in zip(specrl_s, savings, strict=True)]
 
 
-def speedup(own: Sequence[float], plain: Sequence[float]) -> Speedup | None:
+def speedup(specrl_s: Sequence[float], plain_s: Sequence[float]) -> Speedup | None:
     """The ratio R of the sums of `bounded` plain seconds and of specrl's seconds; None if nothing was timed.
 
-    The interval is R +- t * s * sqrt(n) / sum(own) * n / (n - top), where s is the standard deviation of
-    plain - R * own over the n steps and t is Student's quantile. The last factor compensates for the variance that
-    bounding the `top` largest savings removes.
+    The interval is R +- t * s * sqrt(n) / sum(specrl_s) * n / (n - top), where s is the standard deviation of
+    plain_s - R * specrl_s over the n steps and t is Student's quantile. The last factor compensates for the variance
+    that bounding the `top` largest savings removes.
     """
-    n, whole = len(own), sum(own)
-    if not whole:
+    n = len(specrl_s)
+    seconds = sum(specrl_s)
+    if not seconds:
         return None
-    kept = bounded(own, plain)
-    ratio = sum(kept) / whole
+    plain_s = bounded(specrl_s, plain_s)
+    ratio = sum(plain_s) / seconds
     if n < FEWEST:
         return Speedup(ratio, None, None, n)
-    spread = sqrt(sum((p - ratio * o) ** 2 for o, p in zip(own, kept, strict=True)) / (n - 1))
-    half = student(n - 1) * spread * sqrt(n) / whole * n / (n - _top(n))
+    squares = sum((plain - ratio * specrl) ** 2 for specrl, plain in zip(specrl_s, plain_s, strict=True))
+    half = student(n - 1) * sqrt(squares / (n - 1)) * sqrt(n) / seconds * n / (n - _top(n))
     return Speedup(ratio, max(ratio - half, 0.0), ratio + half, n)
 
 
@@ -99,25 +95,24 @@ class Flips:
     position: float
     """Mean number of tokens in a row before its flip; 0 without flips."""
 
-    def told(self, dtype: str = "") -> str:
+    def sentence(self, dtype: str = "") -> str:
         """The result as a clause. Args: dtype: of the weights that responses are sampled with, if known."""
         if not self.count:
             return f"none of {self.tokens:,} tokens differs from plain decoding's"
-        rate = f"{1000 * self.count / self.tokens:.2g} of 1,000 tokens come out otherwise than in plain decoding"
+        rate = f"{1000 * self.count / self.tokens:.2g} of 1,000 tokens differ from plain decoding's"
         where = f"{counted(self.count, 'row')}, after {self.position:.0f} tokens on average"
-        what = f"{f'in {dtype} ' * bool(dtype)}{rate} ({where})"
-        return f"{what}: rounding, as between any two batch sizes of the same engine. The law is unchanged"
+        return (
+            f"{f'in {dtype} ' if dtype else ''}{rate} ({where}): rounding, as between any two batch sizes of the same "
+            "engine. The sampling distribution is unchanged"
+        )
 
 
 def flips(steps: Sequence[Mapping[str, Any]]) -> Flips | None:
     """The flips on the control steps among `steps`; None without control steps."""
-    if not (tokens := total(steps, "spec/compared_tokens")):
+    tokens = total(steps, "spec/compared_tokens")
+    if not tokens:
         return None
-    found = [
-        (count, number(record, "spec/flip_position") or 0.0)
-        for record in steps
-        if (count := number(record, "spec/control_mismatches"))
-    ]
-    count = sum(count for count, _ in found)
-    before = sum(count * position for count, position in found)
+    differing = [record for record in steps if number(record, "spec/control_mismatches")]
+    count = total(differing, "spec/control_mismatches")
+    before = sum(record["spec/control_mismatches"] * record["spec/flip_position"] for record in differing)
     return Flips(int(count), int(tokens), before / count if count else 0.0)

@@ -64,7 +64,7 @@ class Monitor:
         self.note(step_line(record, self.total_steps, self._eta(int(record["step"]))))
         if not self._flipped and (differing := flips([record])) and differing.count:
             self._flipped = True
-            self.note(f"Compared with plain decoding {differing.told()}. The report covers all control steps.")
+            self.note(f"On this control step {differing.sentence()}. The report covers all control steps.")
         ratio = number(record, "spec/paused_ratio")
         if ratio is not None and (ratio > PAUSED) != self._paused:
             self._paused = not self._paused

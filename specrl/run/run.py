@@ -86,7 +86,7 @@ class Run:
         if self.is_main:
             options = self.config.report
             report = write_report(self.path, options.baseline or None, plots=options.plots)
-            write_card(self.path, report.summary)
+            write_card(self.path, report)
             report.show()
         self.trainer.accelerator.wait_for_everyone()  # a process that exits early breaks the others' connections
 

@@ -111,8 +111,7 @@ def spec_of(**vllm) -> EngineSpec:
     return EngineSpec(eos_ids=frozenset({1}), rollout=config, model="here", dtype="bfloat16")
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("method", ["", "ngram"])
+@pytest.mark.parametrize(("on_gpu", "method"), [(False, ""), (True, "ngram")])
 def test_vllm_keeps_its_own_defaults(started_with, started, on_gpu, method):
     started("benchmarks.vllm_baseline", settings=settings(spec_of(), on_gpu, method))
     arguments, env = started_with()["arguments"], started_with()["env"]

@@ -13,7 +13,6 @@ from specrl.rollout.reduction import (
     LATER,
     Metric,
     count,
-    difference,
     highest,
     lowest,
     mean,
@@ -111,7 +110,6 @@ def test_processes_count_as_one_batch_whose_seconds_are_the_slowest_one_s(name):
 def test_a_speedup_is_that_of_the_slowest_processes():
     fast, slow = ratio(clock(6.0), clock(2.0)), ratio(clock(9.0), clock(9.0))
     assert fast.beside(slow) == 1.0
-    assert difference(clock(6.0), clock(2.0)).beside(difference(clock(9.0), clock(9.0))) == 0.0
 
 
 def test_extremes_and_what_all_know():

@@ -31,7 +31,7 @@ EVERY_STEP = {
     *("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"),
 }
 WITH_DRAFTS = {"spec/draft_age", "spec/draft_acceptance_rate"}
-CONTROL = {"spec/speedup", "spec/plain_s", "spec/control_mismatches", "timing_s/control", "spec/saved_s_est"}
+CONTROL = {"spec/speedup", "spec/plain_s", "spec/control_mismatches", "timing_s/control"}
 CONTROL |= {"spec/compared_tokens", "spec/flips_per_1k", "control/failed_rows"}
 
 

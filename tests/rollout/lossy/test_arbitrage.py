@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from specrl.rollout.lossy.pair import fingerprint, read_card, write_card
-from specrl.rollout.lossy.router import MAX_SURPRISE, decide, features, learned, load_learned
-from specrl.rollout.lossy.steps import Candidate, Step
+from specrl.rollout.lossy.router import MAX_SURPRISE, Candidate, Step, decide, features, learned, load_learned
 from specrl.rollout.types import RolloutError
 
 WEIGHTS = [2.0, -1.0, -1.5]

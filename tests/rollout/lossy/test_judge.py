@@ -32,8 +32,8 @@ class Verdicts:
         self.unimportant = lambda hidden, policy, draft: rule(hidden)
 
 
-ALL = Verdicts(lambda found: [True] * len(found))
-NONE = Verdicts(lambda found: [False] * len(found))
+ALL = Verdicts(lambda hidden: [True] * len(hidden))
+NONE = Verdicts(lambda hidden: [False] * len(hidden))
 
 
 def requests(count=4, cap=24, stored=None):
@@ -120,7 +120,7 @@ def test_near_ties_are_decided_alike_however_passes_are_shaped(models):
 @pytest.mark.parametrize("window", [1, 5, 64])
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("drafting", [False, True])
-def test_a_judge_that_lets_nothing_stand_is_exact(models, plain, window, stored, drafting):
+def test_a_judge_that_accepts_nothing_is_exact(models, plain, window, stored, drafting):
     asked = requests(stored=old(plain) if stored else None)
     draft = models[1] if drafting else None
     done, stats = engine(models, NONE, window=window, draft=draft).generate(asked)
@@ -129,34 +129,31 @@ def test_a_judge_that_lets_nothing_stand_is_exact(models, plain, window, stored,
     assert (stats.drafted > 0) == (stored or drafting)
 
 
-def test_a_head_with_threshold_zero_is_exact_and_one_lets_everything_stand(models, plain):
+def test_the_threshold_of_a_head(models, plain):
     head = JudgeHead(torch.randn(32, generator=torch.Generator().manual_seed(0)), 0.0, 0.0)
     assert [c.tokens for c in engine(models, head).generate(requests())[0]] == plain[0]
     head.threshold = 1.1
     everything = engine(models, head).generate(requests())[0]
     assert [c.tokens for c in everything] == [c.tokens for c in engine(models, ALL).generate(requests())[0]]
     assert [c.tokens for c in everything] != plain[0]
+    head.threshold, head.bias = 0.9, math.nan
+    assert [c.tokens for c in engine(models, head).generate(requests())[0]] == plain[0], "NaN is not unimportant"
 
 
-def test_stored_text_stands_whole_when_everything_may(models, plain):
+def test_stored_text_is_accepted_when_the_judge_accepts_everything(models, plain):
     done, _ = engine(models, ALL, window=64, draft=None).generate(requests(stored=old(plain)))
     for c, text in zip(done, plain[1], strict=True):
         n = min(len(c.tokens), len(text)) - 1
         assert c.tokens[:n] == text[:n]
 
 
-def test_a_more_lenient_judge_takes_fewer_passes(models):
-    passes = [sum(c.passes for c in engine(models, judge).generate(requests())[0]) for judge in (NONE, ALL)]
-    assert passes[1] < passes[0]
-
-
 @pytest.mark.parametrize("rows", [1, 2])
-def test_rows_that_wait_for_a_place_are_judged_alike(models, rows):
-    asked, some = requests(count=7), Verdicts(lambda found: (found[:, 0] > 0).tolist())
+def test_waiting_rows_are_judged_alike(models, rows):
+    asked, some = requests(count=7), Verdicts(lambda hidden: (hidden[:, 0] > 0).tolist())
     want, _ = engine(models, some).generate(asked)
     done, _ = engine(models, some, rows_per_batch=rows).generate(asked)
     assert [c.tokens for c in done] == [c.tokens for c in want]
-    assert [c.tokens for c in want] != [c.tokens for c in engine(models, NONE).generate(asked)[0]], "some stood"
+    assert [c.tokens for c in want] != [c.tokens for c in engine(models, NONE).generate(asked)[0]], "some were accepted"
 
 
 def test_judged_tokens_carry_the_drafts_log_prob(models):
@@ -164,18 +161,18 @@ def test_judged_tokens_carry_the_drafts_log_prob(models):
     done, _ = engine(models, ALL).generate(asked)
     off = 0
     for request, c in zip(asked, done, strict=True):
-        laws = []
+        logprobs = []
         for model in models:
             with torch.no_grad():
                 text = torch.tensor([[*request.prompt, *c.tokens]])
                 logits = model.eval()(text).logits[0, len(request.prompt) - 1 : -1] / 0.7
-            laws.append(logits.log_softmax(-1).gather(-1, torch.tensor(c.tokens)[:, None])[:, 0].tolist())
-        assert c.logprobs == pytest.approx(laws[0], abs=1e-4)
-        for b, p, q, reused in zip(c.behaviour_logprobs, *laws, c.reused, strict=True):
+            logprobs.append(logits.log_softmax(-1).gather(-1, torch.tensor(c.tokens)[:, None])[:, 0].tolist())
+        assert c.logprobs == pytest.approx(logprobs[0], abs=1e-4)
+        for b, p, q, reused in zip(c.behaviour_logprobs, *logprobs, c.reused, strict=True):
             assert b == pytest.approx(p, abs=1e-4) or (reused and b == pytest.approx(q, abs=1e-4))
             off += abs(b - p) > 1e-3
             if reused:
-                assert b == pytest.approx(q, abs=1e-4), "it stands whatever is drawn, so it follows the draft's law"
+                assert b == pytest.approx(q, abs=1e-4), "it is accepted whatever is sampled"
     assert off > 0
 
 
@@ -193,7 +190,7 @@ def test_judged_stored_text_carries_its_stored_log_prob(models, plain, kept, dra
 
 
 @pytest.mark.parametrize("known", [0, 3])
-def test_stored_text_of_unknown_law_is_verified_exactly(models, plain, known):
+def test_stored_text_without_log_probs_is_verified_exactly(models, plain, known):
     asked = requests(stored=old(plain))
     for request in asked:
         request.draft_logprobs = request.draft_logprobs[:known] or None
@@ -206,16 +203,16 @@ def test_stored_text_of_unknown_law_is_verified_exactly(models, plain, known):
         assert [c.tokens for c in done] == plain[0]
 
 
-def test_behind_a_changed_token_stored_text_is_verified_exactly(models, plain):
+def test_after_a_changed_token_stored_text_is_verified_exactly(models, plain):
     """The rest of the text was written for the token that was changed."""
     seen = []
 
-    def two_stand(found):
-        seen.append(len(found))
-        return [i < 2 for i in range(len(found))] if len(seen) == 1 else [True] * len(found)
+    def first_two(hidden):
+        seen.append(len(hidden))
+        return [i < 2 for i in range(len(hidden))] if len(seen) == 1 else [True] * len(hidden)
 
     stored = old(plain)
-    done, stats = engine(models, Verdicts(two_stand), window=8, draft=None).generate(requests(1, stored=stored))
+    done, stats = engine(models, Verdicts(first_two), window=8, draft=None).generate(requests(1, stored=stored))
     assert done[0].tokens[:2] == plain[1][0][:2]
     assert done[0].tokens[2] != plain[1][0][2], "the policy draws another token there"
     assert seen == [8], "nobody is asked about the rest"
@@ -223,7 +220,7 @@ def test_behind_a_changed_token_stored_text_is_verified_exactly(models, plain):
     assert done[0].behaviour_logprobs[2:] == done[0].logprobs[2:]
 
 
-def test_another_texts_tokens_are_no_stored_law(models, plain):
+def test_tokens_of_another_text_are_verified_exactly(models, plain):
     """Only the sample's old text has stored log-probs. Tokens copied from other texts are verified exactly."""
     asked = requests()
     for request, text in zip(asked, old(plain), strict=True):
@@ -247,7 +244,7 @@ def by_window(models, plain, head, waits=True):
     return found
 
 
-def test_the_window_changes_no_stored_text_that_stands(models, plain):
+def test_the_window_changes_no_accepted_text(models, plain):
     """Every token that can be judged is judged, in whichever pass."""
     head = JudgeHead(torch.randn(32, generator=torch.Generator().manual_seed(0)), 0.0, 0.9)
     found = by_window(models, plain, head)
@@ -259,24 +256,19 @@ def test_the_window_changes_no_stored_text_that_stands(models, plain):
     assert hasty[0] != found[0], "control: draws that do not wait leave the text"
 
 
-def raises(found):
+def raises(hidden):
     raise KeyError("judge broke")
 
 
 @pytest.mark.parametrize(
     "rule",
-    [raises, lambda found: [], lambda found: [math.nan] * len(found), lambda found: ["yes"] * len(found)],
+    [raises, lambda hidden: [], lambda hidden: [math.nan] * len(hidden), lambda hidden: ["yes"] * len(hidden)],
     ids=["raises", "too few", "nan", "text"],
 )
 def test_a_broken_judge_means_exact_verification(models, plain, rule):
     done, stats = engine(models, Verdicts(rule)).generate(requests())
     assert [c.tokens for c in done] == plain[0]
     assert stats.route_faults > 0
-
-
-def test_a_head_of_nan_weights_lets_nothing_stand(models, plain):
-    head = JudgeHead(torch.full((32,), math.nan), 0.0, 0.9)
-    assert [c.tokens for c in engine(models, head).generate(requests())[0]] == plain[0]
 
 
 def test_models_of_other_vocabularies_are_refused(models, build_model):
@@ -287,13 +279,13 @@ def test_models_of_other_vocabularies_are_refused(models, build_model):
 # --- judges
 
 
-def law(*chances):
+def logprobs_of(*chances):
     return torch.tensor(chances).log()
 
 
 def test_the_kl_rule_by_hand():
-    hidden, even, sure = torch.zeros(3, 4), law(0.5, 0.3, 0.2), law(0.95, 0.03, 0.02)
-    policy, draft = torch.stack([even, sure, even]), torch.stack([even, sure, law(0.1, 0.1, 0.8)])
+    hidden, even, sure = torch.zeros(3, 4), logprobs_of(0.5, 0.3, 0.2), logprobs_of(0.95, 0.03, 0.02)
+    policy, draft = torch.stack([even, sure, even]), torch.stack([even, sure, logprobs_of(0.1, 0.1, 0.8)])
     assert KLJudge(0.1, 0.9).unimportant(hidden, policy, draft) == [True, False, False]
     assert KLJudge(0.1, 0.9).unimportant(hidden, policy, None) == [False] * 3, "stored text"
     assert KLJudge(5.0, 0.9).unimportant(hidden[2:], policy[2:], draft[2:]) == [True]

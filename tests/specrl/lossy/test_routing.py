@@ -12,18 +12,17 @@ from specrl.evaluate import EvaluateConfig
 from specrl.evaluate import main as evaluate
 from specrl.generate import GenerateConfig
 from specrl.generate import main as generate
+from specrl.lossy.fit import Record, curve
 from specrl.lossy.pair import load_pair
-from specrl.lossy.routing import StepValues, advantage, collect, prefix, revalued
+from specrl.lossy.routing import StepValues, advantage, collect, prefix
 from specrl.reward.set import RewardSet
 from specrl.rollout.keys import derive_key
-from specrl.rollout.lossy.router import by_advantage, decide
-from specrl.rollout.lossy.steps import Candidate, Step
+from specrl.rollout.lossy.router import Candidate, Step, by_advantage, decide
 from specrl.rollout.types import Request
 from specrl.run.data import load_examples
 from specrl.run.prompts import seen
 from specrl.train_router import TrainRouterConfig
 from specrl.train_router import main as train_router
-from specrl.trainers.lossy.fit import Record, curve
 from tests import runs
 
 pytestmark = pytest.mark.slow  # commands on a pair of models
@@ -36,14 +35,14 @@ def draft(tmp_path_factory):
 
 def words(folder, draft, *more):
     """A small routed command; every mark of the random texts ends a step."""
-    given = runs.words(
+    options = runs.words(
         folder,
         rollout__acceptance="off",
         rollout__drafter=draft,
         rollout__routed__separators=r"[' ', ',', '=', ':', '\n']",
         rollout__routed__max_step_tokens=20,
     )
-    found = [*[word for word in given if not word.startswith("trainer.")], *more]
+    found = [*[word for word in options if not word.startswith("trainer.")], *more]
     return list({word.partition("=")[0]: word for word in found}.values())  # later words win
 
 
@@ -117,15 +116,6 @@ def test_the_oracle_never_escalates_without_an_advantage(pair, examples, rewards
     assert any(gain <= 0 for gain in gains)
 
 
-def test_equal_steps_have_no_advantage(pair, examples, rewards):
-    same = [
-        Candidate(c.row, c.prompt, [], c.step, Step("policy", c.step.tokens, end="separator"))
-        for c in candidates(pair, examples)
-    ]
-    gains = advantage(pair, StepValues(pair, rewards, 2, 0), examples)(same)
-    assert all(gain == 0 or math.isnan(gain) for gain in gains)
-
-
 @pytest.fixture(scope="module")
 def values(pair, rewards):
     return StepValues(pair, rewards, 2, seed=0)
@@ -153,14 +143,6 @@ def test_the_router_is_trained_on_what_it_will_read(collected):
     assert any(r.features[1] > 0 for r in collected)
 
 
-def test_valuing_again_with_the_same_noise_gives_the_same_and_with_other_noise_does_not(
-    pair, rewards, values, collected
-):
-    first = [r.advantage for r in collected]
-    assert revalued(collected, values, StepValues(pair, rewards, 2, seed=0)) == pytest.approx(first)
-    assert revalued(collected, values, StepValues(pair, rewards, 2, seed=1)) != pytest.approx(first)
-
-
 def test_the_curve_of_a_budget_by_hand():
     records = [Record(p, (0.0,), (5,), (9,), (10,), 0.25, 0.25 + gain) for p, gain in (("a", 0.5), ("b", -0.25))]
     points = {p["escalated"]: p["value"] for p in curve([0.65, 0.35], records)}
@@ -177,12 +159,11 @@ def trained(draft, tmp_path_factory):
     return folder / "router"
 
 
-def test_training_writes_what_it_saw_and_how_it_did(trained):
+def test_the_card_of_a_router_says_how_it_did(trained):
     card = json.loads((trained / "router.json").read_text())
-    steps = [json.loads(line) for line in (trained / "steps.jsonl").read_text().splitlines()]
     report = card["report"]
-    assert report["steps"] == len(steps) > 24
-    assert report["with_gain"] == sum(s["policy_value"] > s["draft_value"] for s in steps)
+    assert report["steps"] > 24
+    assert 0 < report["with_gain"] < report["steps"]
     assert len(card["weights"]) == 3
     assert set(report["curves"]) == {"arbitrage", "likelihood", "rsd on true values", "oracle"}
     best = [point["value"] for point in report["curves"]["oracle"]]
@@ -190,7 +171,7 @@ def test_training_writes_what_it_saw_and_how_it_did(trained):
         values = [point["value"] for point in points]
         assert [values[0], values[-1]] == pytest.approx([best[0], best[-1]]), "nothing or everything escalated"
         assert all(value <= bound + 1e-9 for value, bound in zip(values, best, strict=True))
-    assert card["separators"] == [" ", ",", "=", ":", "\n"], "the texts they stand for"
+    assert card["separators"] == [" ", ",", "=", ":", "\n"], "texts, not token ids"
 
 
 @pytest.fixture(scope="module")
@@ -213,35 +194,33 @@ def run_evaluate(folder, draft, capsys, *more):
 @pytest.mark.parametrize("kind", ["entropy", "likelihood", "rsd", "arbitrage"])
 def test_evaluation_with_a_router_reports_its_cost(kind, trained, prm, draft, tmp_path, capsys):
     path = {"rsd": prm, "arbitrage": trained}.get(kind, "")
-    given = ["rollout.acceptance=routed", f"rollout.routed.by={kind}", f"rollout.routed.path={path}"]
+    options = ["rollout.acceptance=routed", f"rollout.routed.by={kind}", f"rollout.routed.path={path}"]
     code, all_policy = run_evaluate(
-        tmp_path, draft, capsys, *given, f"rollout.routed.threshold={1 if kind == 'rsd' else 0}"
+        tmp_path, draft, capsys, *options, f"rollout.routed.threshold={1 if kind == 'rsd' else 0}"
     )
     assert code == 0
     assert all_policy["eval/policy_tokens_ratio"] == 1.0
     _, plain = run_evaluate(tmp_path, draft, capsys, "rollout.drafter=")
     same = ("eval/reward", "eval/mean_length")
-    assert {k: all_policy[k] for k in same} == {k: plain[k] for k in same}, (
-        "with every step escalated: the policy's own"
-    )
+    assert {k: all_policy[k] for k in same} == {k: plain[k] for k in same}, "every step was escalated"
     most = {"entropy": 9, "likelihood": 99, "rsd": 0, "arbitrage": 1}[kind]
-    code, some = run_evaluate(tmp_path, draft, capsys, *given, f"rollout.routed.threshold={most}")
+    code, some = run_evaluate(tmp_path, draft, capsys, *options, f"rollout.routed.threshold={most}")
     assert code == 0
     assert some["eval/policy_tokens_ratio"] < 1
 
 
 def test_a_router_of_another_pair_is_refused(trained, tmp_path, capsys):
     other = runs.build_policy(tmp_path / "other", seed=2)
-    given = ["rollout.acceptance=routed", "rollout.routed.by=arbitrage", f"rollout.routed.path={trained}"]
-    code, err = run_evaluate(tmp_path, other, capsys, *given)
+    options = ["rollout.acceptance=routed", "rollout.routed.by=arbitrage", f"rollout.routed.path={trained}"]
+    code, err = run_evaluate(tmp_path, other, capsys, *options)
     assert code == 3
     assert "was trained for another draft" in err
     assert err.count("\n") == 1
 
 
 def test_generate_prints_responses(trained, draft, tmp_path, capsys):
-    given = ["rollout.acceptance=routed", "rollout.routed.by=arbitrage", f"rollout.routed.path={trained}"]
-    assert cli.run(generate, words(tmp_path, draft, *given, "prompts=2"), GenerateConfig, training=False) == 0
+    options = ["rollout.acceptance=routed", "rollout.routed.by=arbitrage", f"rollout.routed.path={trained}"]
+    assert cli.run(generate, words(tmp_path, draft, *options, "prompts=2"), GenerateConfig, training=False) == 0
     assert capsys.readouterr().out.count("How many") == 2
     assert cli.run(generate, words(tmp_path, draft, "prompt=Tom has 3 apples."), GenerateConfig, training=False) == 0
     assert capsys.readouterr().out.startswith("Tom has 3 apples.")
@@ -280,33 +259,33 @@ ROUTED = "rollout.acceptance=routed rollout.routed.by=entropy rollout.drafter=x"
 )
 def test_routing_that_would_mislead_is_refused(change, message):
     key = change.partition("=")[0]
-    given = [word for word in ROUTED.split() if word.partition("=")[0] != key]
+    options = [word for word in ROUTED.split() if word.partition("=")[0] != key]
     with pytest.raises(cli.ConfigError, match=message):
-        cli.load(["config=grpo_math", *given, change])
+        cli.load(["config=grpo_math", *options, change])
     assert cli.load(["config=grpo_math", *ROUTED.split()]).rollout.routed.by == "entropy"
 
 
 def test_uncorrected_training_takes_an_explicit_word():
-    given = ["config=grpo_math", *ROUTED.split(), "trainer.correction=none", "rollout.routed.uncorrected=true"]
-    assert cli.load(given).trainer.correction == "none"
+    options = ["config=grpo_math", *ROUTED.split(), "trainer.correction=none", "rollout.routed.uncorrected=true"]
+    assert cli.load(options).trainer.correction == "none"
 
 
 @pytest.mark.parametrize(
-    ("law", "by", "threshold", "correction"),
+    ("acceptance", "by", "threshold", "correction"),
     [
         ("routed", "likelihood", 4.0, "token_truncate"),
         ("routed", "entropy", 1.5, "none"),
         ("judged", "kl", 9.0, "sequence_truncate"),
     ],
 )
-def test_grpo_trains_on_text_that_the_draft_wrote(law, by, threshold, correction, draft, tmp_path):
-    options = {"by": by, "threshold": threshold, "uncorrected": "true"}
+def test_grpo_trains_on_text_that_the_draft_wrote(acceptance, by, threshold, correction, draft, tmp_path):
+    routing = {"by": by, "threshold": threshold, "uncorrected": "true"}
     record = runs.run(
         tmp_path,
-        rollout__acceptance=law,
+        rollout__acceptance=acceptance,
         rollout__sources="[]",
         rollout__drafter=draft,
-        **{f"rollout__{law}__{key}": value for key, value in options.items()},
+        **{f"rollout__{acceptance}__{key}": value for key, value in routing.items()},
         rollout__routed__separators="[' ', ',', '=', ':']",
         trainer__correction=correction,
         trainer__epochs=1,
@@ -314,7 +293,7 @@ def test_grpo_trains_on_text_that_the_draft_wrote(law, by, threshold, correction
     first = record.steps[0].metrics
     assert 0 < record.steps[0].reuse < 1
     assert first["spec/behaviour_kl"] > 0
-    assert ("spec/escalated_ratio" in first) == (law == "routed")
+    assert ("spec/escalated_ratio" in first) == (acceptance == "routed")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     ratio = lines[-1]["sampling/importance_sampling_ratio/mean"]
     assert (ratio == 1.0) == (correction == "none")

@@ -1,79 +1,51 @@
-"""The model card says what a reader has to know and nothing of this machine."""
+"""The model card repeats the report and names nothing of this machine."""
 
 import dataclasses
+import json
 
 import pytest
 import yaml
 
-from specrl.config.load import load
+from specrl.config.load import load, save
 from specrl.config.schema import Config
-from specrl.results.card import PLACE, card, settings
+from specrl.results.card import LOCAL, card, settings
+from specrl.results.report import write_report
 
-SUMMARY = {
-    "rule": "exact, replay=0.5: the tokens plain decoding draws with the same keys",
-    "steps": 128,
-    "measured": {
-        "title": "Measured on 16 control steps of 128",
-        "claims": ["Speedup of the rollout, all these steps: 2.39x (95 % interval 2.11x to 2.67x)"],
-    },
-    "reward": {"first": 0.55, "last": 0.9, "window": "mean of an epoch"},
-    "eval": [{"step": 0, "eval/reward": 0.5}, {"step": 128, "eval/reward": 0.75}],
-    "reuse": {"reused_ratio": 0.97, "reuse_gap": 0.029},
-    "flips": {"told": "in bfloat16 3 of 1,000 tokens come out otherwise than in plain decoding (3 rows)"},
-    "notes": ["1 response got no reward and took no part in the update."],
-    "environment": {"cpu": "Abacus", "cores": 2, "gpus": [], "versions": {"specrl": "0.1.0", "torch": "2.13.0"}},
-}
+STEPS = [
+    {"step": n, "epoch": n / 8, "timing_s/gen": 1.0, "spec/plain_s": 2.0, "reward": 0.5, "spec/reuse_gap": 0.02}
+    for n in range(1, 17)
+]
 
 
-def config(**options) -> Config:
-    made = Config(name="first", **options)
-    made.rollout.replay, made.trainer.epochs, made.dataset.system_prompt = 0.5, 8, "costs ${5}"
-    return made
+@pytest.fixture
+def report(tmp_path):
+    save(Config(name="first", output_dir=str(tmp_path)))
+    (tmp_path / "first" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in STEPS))
+    return write_report(tmp_path / "first", plots=False)
 
 
-def front(text: str) -> dict:
-    return yaml.safe_load(text.split("---\n")[1])
+def configured(**options) -> Config:
+    config = Config(name="first", **options)
+    config.rollout.replay, config.trainer.epochs, config.dataset.system_prompt = 0.5, 8, "costs ${5}"
+    return config
 
 
-def test_the_card_tells_how_the_rollouts_were_accelerated():
-    text = card(config(), SUMMARY)
-    for part in (
-        "- rollout rule: exact, replay=0.5",
-        "- Measured on 16 control steps of 128, net:\n  - Speedup of the rollout, all these steps: 2.39x (95 %",
-        "- tokens reused from epoch 2 on: 97%",
-        "- compared with plain decoding on control steps: in bfloat16 3 of 1,000 tokens come out otherwise",
-        "- reuse gap (reward of replayed rows minus fresh ones): +0.029",
-        "- reward on held-out prompts: 0.500 -> 0.750",
-        "- note: 1 response got no reward",
-        "Versions: specrl 0.1.0, torch 2.13.0.",
-    ):
+def test_the_card_has_the_claims_of_the_report(report):
+    text = card(configured(), report)
+    for part in (*report.summary["measured"]["claims"], report.summary["rule"], "reuse gap: 0.020", "saved as float32"):
         assert part in text
 
 
-def test_a_run_without_measurements_claims_nothing():
-    bare = {key: value for key, value in SUMMARY.items() if key != "measured"}
-    text = card(config(), bare | {"flips": None, "reuse": {"reused_ratio": None, "reuse_gap": None}, "eval": []})
-    assert "- speedup: not measured" in text
-    assert "on control steps: unknown" in text
-    assert "reuse gap" not in text
-    assert "held-out" not in text
-
-
-def test_a_measured_gap_of_zero_is_told():
-    text = card(config(), SUMMARY | {"reuse": {"reused_ratio": 0.97, "reuse_gap": 0.0}})
-    assert "- reuse gap (reward of replayed rows minus fresh ones): +0.000" in text
-
-
 def test_the_settings_in_the_card_repeat_the_run(tmp_path):
-    given = config(seed=3, output_dir="/elsewhere")
-    given.trainer.prompts_per_step, given.dataset.train_size, given.dataset.test_size = 4, 64, 8
-    (tmp_path / "run.yaml").write_text(settings(given))
+    config = configured(seed=3, output_dir="/elsewhere")
+    config.trainer.prompts_per_step, config.dataset.train_size, config.dataset.test_size = 4, 64, 8
+    (tmp_path / "run.yaml").write_text(settings(config))
     again = load([f"config={tmp_path / 'run.yaml'}"])
-    mine, theirs = (
-        {key: value for key, value in dataclasses.asdict(each).items() if key not in PLACE} for each in (given, again)
+    before, after = (
+        {key: value for key, value in dataclasses.asdict(each).items() if key not in LOCAL} for each in (config, again)
     )
-    assert mine == theirs
-    assert "elsewhere" not in settings(given)
+    assert before == after
+    assert "elsewhere" not in settings(config)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +56,8 @@ def test_the_settings_in_the_card_repeat_the_run(tmp_path):
         ("/home/alice/models/qwen", "/home/alice/sums.jsonl", None, None),
     ],
 )
-def test_only_what_is_on_the_hub_is_linked(model, data, base, datasets):
-    text = card(config(model=model, data=data), SUMMARY)
-    assert (front(text).get("base_model"), front(text).get("datasets")) == (base, datasets)
+def test_only_what_is_on_the_hub_is_linked(model, data, base, datasets, report):
+    text = card(configured(model=model, data=data), report)
+    metadata = yaml.safe_load(text.split("---\n")[1])
+    assert (metadata.get("base_model"), metadata.get("datasets")) == (base, datasets)
     assert "alice" not in text

@@ -43,31 +43,17 @@ def logistic(
     return weights.detach(), bias.detach()
 
 
-def ranks(values: Sequence[float]) -> Tensor:
-    """Rank of each value, from 0 [N] float64; equal values share their mean rank."""
-    column = torch.tensor(values, dtype=torch.float64)
-    order = column.sort().values
-    return (torch.searchsorted(order, column) + torch.searchsorted(order, column, right=True) - 1).double() / 2
-
-
-def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation of two sequences; 0 if one of them is constant."""
-    x = ranks(a)
-    y = ranks(b)
-    x = x - x.mean()
-    y = y - y.mean()
-    scale = (x.norm() * y.norm()).item()
-    return (x @ y).item() / scale if scale else 0.0
-
-
 def roc_auc(scores: Sequence[float], labels: Sequence[bool]) -> float:
     """Probability that a positive scores above a negative, ties counting half; NaN without both classes."""
+    column = torch.tensor(scores, dtype=torch.float64)
+    order = column.sort().values
+    ranks = (torch.searchsorted(order, column) + torch.searchsorted(order, column, right=True) - 1).double() / 2
     positive = torch.tensor(labels, dtype=torch.bool)
     n = int(positive.sum())
     others = len(labels) - n
     if not n or not others:
         return math.nan
-    return (ranks(scores)[positive].sum().item() - n * (n - 1) / 2) / (n * others)
+    return (ranks[positive].sum().item() - n * (n - 1) / 2) / (n * others)
 
 
 # Judges --------------------------------------------------------------------------------------------------------------
@@ -96,42 +82,30 @@ class Labels:
 def fit_judge(labels: Labels, recall: float) -> tuple[JudgeHead, float] | None:
     """A head whose threshold catches a share of `recall` of the important held-out mismatches, and its ROC-AUC there.
 
-    None if a set has fewer than two mismatches of one class.
+    Logistic regression on standardised states, as one dot product on raw ones. Both classes have the same total weight.
+    The L2 penalty with the best ROC-AUC on the held-out mismatches wins. None if a set has fewer than two mismatches of
+    one class.
     """
     held_out = labels.held_out
     important = labels.important
     if min(int((kind & side).sum()) for kind in (important, ~important) for side in (held_out, ~held_out)) < 2:
         return None
-    weight, bias, area = fit_head(
-        labels.hidden[~held_out], important[~held_out], labels.hidden[held_out], important[held_out]
-    )
-    scores = (labels.hidden[held_out] @ weight + bias).sigmoid().tolist()
-    return JudgeHead(weight, bias, threshold_for_recall(scores, important[held_out].tolist(), recall)), area
-
-
-def fit_head(
-    features: Tensor, important: Tensor, held_features: Tensor, held_important: Tensor
-) -> tuple[Tensor, float, float]:
-    """Logistic regression of `important` on standardised features, as one dot product on raw ones.
-
-    Both classes have the same total weight. The L2 penalty with the best ROC-AUC on the held-out rows wins.
-
-    Args: features [N, H], held_features [M, H] float; important [N], held_important [M] bool, with both classes.
-    Returns: weight [H], bias, and that ROC-AUC.
-    """
-    mean = features.mean(0)
-    scale = features.std(0).clamp(min=1e-6)
-    share = important.float().mean()
-    balance = torch.where(important, 0.5 / share, 0.5 / (1 - share))
+    states = labels.hidden[~held_out]
+    targets = important[~held_out]
+    truth = important[held_out].tolist()
+    mean = states.mean(0)
+    scale = states.std(0).clamp(min=1e-6)
+    share = targets.float().mean()
+    balance = torch.where(targets, 0.5 / share, 0.5 / (1 - share))
     fits = []
     for penalty in PENALTIES:
-        standard_weight, standard_bias = logistic(
-            (features - mean) / scale, important, penalty, balance, iterations=100
-        )
+        standard_weight, standard_bias = logistic((states - mean) / scale, targets, penalty, balance, iterations=100)
         weight = standard_weight / scale
         bias = (standard_bias - (weight * mean).sum()).item()
-        fits.append((weight, bias, roc_auc((held_features @ weight + bias).tolist(), held_important.tolist())))
-    return max(fits, key=lambda fit: fit[2])
+        logits = labels.hidden[held_out] @ weight + bias
+        fits.append((roc_auc(logits.tolist(), truth), weight, bias, logits.sigmoid().tolist()))
+    area, weight, bias, chances = max(fits, key=lambda fit: fit[0])
+    return JudgeHead(weight, bias, threshold_for_recall(chances, truth, recall)), area
 
 
 def threshold_for_recall(scores: Sequence[float], labels: Sequence[bool], recall: float) -> float:

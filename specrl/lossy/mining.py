@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from specrl.lossy.fit import Labels
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.base import Limits, SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.model import PackedModel
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.types import Request
-from specrl.trainers.lossy.fit import Labels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,16 +29,15 @@ Propose = Callable[[dict[int, Text]], dict[int, Sequence[int | None]]]
 """The draft's token at each position of each row's text, given the text before it; None where it has none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mined:
+class Mined(NamedTuple):
     """One mismatch of draft and policy that was tried out."""
 
     row: int
     """Index of the prompt."""
-    prefix: tuple[int, ...]
+    prefix: Text
     """The response up to and including the draft token."""
     important: bool
-    """Whether the answer changed when the draft token was kept."""
+    """Whether the reward changed when the draft token was kept."""
 
 
 class Miner:
@@ -63,7 +61,11 @@ class Miner:
     ) -> Labels:
         """Labels of the mismatches of `propose` with the policy's greedy responses to the prompts.
 
-        Responses with reward 0 or none are left out: a wrong answer that stays wrong says nothing about a token.
+        Semi-greedy search: for every row, from left to right, the first position where the draft has another token gets
+        that token, and the policy finishes the response. With the same reward the token is unimportant, and the new
+        text replaces the row's. Otherwise it is important, and the text stays. Earlier important tokens are not tried
+        again, hence semi-greedy. Responses with reward 0 or none are left out: a wrong answer that stays wrong says
+        nothing about a token.
 
         Args: problems: number of each prompt's problem, which prompts may share; max_tries: mismatches per row.
         """
@@ -71,16 +73,43 @@ class Miner:
         done, _ = self._engine.generate([Request(prompt, 0, self._cap) for prompt in distinct])
         greedy = {prompt: c.tokens for prompt, c in zip(distinct, done, strict=True)}
         responses = [greedy[tuple(prompt)] for prompt in prompts]
-        right = [bool(value) for value in score(range(len(prompts)), responses)]
-
-        def answer(i: int, text: Text) -> float | None:
-            return score([i], [text])[0] if right[i] else None
-
-        finish = partial(self._finish, prompts, responses)
-        mined = mine(responses, propose, finish, answer, eos_ids=self._eos_ids, max_tries=max_tries)
+        rewards = {i: reward for i, reward in enumerate(score(range(len(prompts)), responses)) if reward}
+        current = {i: responses[i] for i in rewards}
+        start = dict.fromkeys(rewards, 0)
+        tries = dict.fromkeys(rewards, 0)
+        mined: list[Mined] = []
+        while current:
+            drafts = propose(current)
+            prefixes: dict[int, Text] = {}
+            for i, text in list(current.items()):
+                mismatch = self._first_mismatch(text, drafts[i], start[i])
+                if mismatch is None or tries[i] >= max_tries:
+                    del current[i]
+                    continue
+                position, token = mismatch
+                prefixes[i] = [*text[:position], token]
+                start[i] = position + 1
+                tries[i] += 1
+            texts = self._finish(prompts, responses, prefixes) if prefixes else {}
+            for i, text in texts.items():
+                (reward,) = score([i], [text])
+                if reward is not None:
+                    mined.append(Mined(i, prefixes[i], important=reward != rewards[i]))
+                if reward == rewards[i]:
+                    current[i] = text
         important = torch.tensor([m.important for m in mined], dtype=torch.bool)
         problem = torch.tensor([problems[m.row] for m in mined], dtype=torch.long)
         return Labels(self._states(prompts, mined), important, problem)
+
+    def _first_mismatch(self, text: Text, draft: Sequence[int | None], start: int) -> tuple[int, int] | None:
+        """(position, draft token) of the first mismatch from `start` on; None if there is none before the end."""
+        for position in range(start, len(text)):
+            if text[position] in self._eos_ids:
+                return None
+            token = draft[position]
+            if token is not None and token != text[position]:
+                return position, token
+        return None
 
     def _finish(
         self, prompts: Sequence[Sequence[int]], responses: Sequence[Text], prefixes: dict[int, Text]
@@ -104,68 +133,6 @@ class Miner:
         return torch.cat(parts) if parts else torch.zeros(0, 0)
 
 
-def mine(
-    texts: Sequence[Text],
-    propose: Propose,
-    finish: Callable[[dict[int, Text]], dict[int, Text]],
-    answer: Callable[[int, Text], object],
-    *,
-    eos_ids: frozenset[int],
-    max_tries: int = 64,
-) -> list[Mined]:
-    """Semi-greedy search: tries each mismatch in turn, and continues from the text with the unimportant ones kept.
-
-    For every row, from left to right: the first position where the draft has another token gets that token, and the
-    policy finishes the response. With the same answer the token is unimportant, and the new text replaces the row's.
-    Otherwise it is important, and the text stays. Earlier important tokens are not tried again, hence semi-greedy.
-
-    Args:
-        texts: the policy's greedy responses, whose answers must not change.
-        finish: completes prefixes by the policy, greedily.
-        answer: the answer of a row's response; None if it has none, which labels nothing.
-        eos_ids: mismatches from the end of the text on are not tried.
-        max_tries: mismatches per row.
-    """
-    answers = {i: value for i, text in enumerate(texts) if (value := answer(i, text)) is not None}
-    current = {i: list(texts[i]) for i in answers}
-    start = dict.fromkeys(answers, 0)
-    tries = dict.fromkeys(answers, 0)
-    mined: list[Mined] = []
-    while current:
-        drafts = propose(current)
-        prefixes: dict[int, Text] = {}
-        for i in list(current):
-            mismatch = _first_mismatch(current[i], drafts[i], start[i], eos_ids)
-            if mismatch is None or tries[i] >= max_tries:
-                del current[i]
-                continue
-            position, token = mismatch
-            prefixes[i] = [*current[i][:position], token]
-            start[i] = position + 1
-            tries[i] += 1
-        for i, text in (finish(prefixes) if prefixes else {}).items():
-            value = answer(i, text)
-            if value is None:
-                continue
-            mined.append(Mined(i, tuple(prefixes[i]), important=value != answers[i]))
-            if value == answers[i]:
-                current[i] = text
-    return mined
-
-
-def _first_mismatch(
-    text: Text, draft: Sequence[int | None], start: int, eos_ids: frozenset[int]
-) -> tuple[int, int] | None:
-    """(position, draft token) of the first mismatch from `start` on; None if there is none before the end."""
-    for position in range(start, len(text)):
-        if text[position] in eos_ids:
-            return None
-        token = draft[position]
-        if token is not None and token != text[position]:
-            return position, token
-    return None
-
-
 def until_first_mismatch(stored: Sequence[Sequence[int]]) -> Propose:
     """Stored texts as drafts, one per row, up to the first token that differs, as a judge is asked about them."""
 
@@ -184,7 +151,7 @@ def by_model(model: PackedModel, prompts: Sequence[Sequence[int]]) -> Propose:
 
     def propose(texts: dict[int, Text]) -> dict[int, Sequence[int | None]]:
         reads = read(model, [prompts[i] for i in texts], list(texts.values()))
-        return {i: draws for i, (draws, _) in zip(texts, reads, strict=True)}
+        return {i: samples for i, (samples, _) in zip(texts, reads, strict=True)}
 
     return propose
 

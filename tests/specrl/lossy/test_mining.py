@@ -2,10 +2,10 @@
 
 import torch
 
+from specrl.lossy.mining import Miner, until_first_mismatch
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.types import Request
-from specrl.trainers.lossy.mining import Mined, Miner, mine, until_first_mismatch
 
 EOS, CAP, MOST = 1, 16, 5
 PROMPTS = [[5, 6], [5, 6], [9, 4, 7], [8]]
@@ -22,7 +22,7 @@ def by_hand(model, stored):
     def greedy(prompt, cap):
         return engine.generate([Request(prompt, 0, cap, plain=True)])[0][0].tokens if cap else []
 
-    found = []
+    labels = []
     for problem, (prompt, draft) in enumerate(zip(PROMPTS, stored, strict=True)):
         text, tried, at = greedy(prompt, CAP), 0, 0
         wanted = reward(text)
@@ -35,10 +35,10 @@ def by_hand(model, stored):
                 new = prefix if draft[at] == EOS else [*prefix, *greedy([*prompt, *prefix], CAP - len(prefix))]
                 with torch.no_grad():
                     state = model.eval().model(torch.tensor([[*prompt, *prefix]])).last_hidden_state[0, -1]
-                found.append((state, reward(new) != wanted, problem))
+                labels.append((state, reward(new) != wanted, problem))
                 text = new if reward(new) == wanted else text
             at += 1
-    return found
+    return labels
 
 
 def test_labels_are_those_of_the_search_by_hand(build_model):
@@ -60,39 +60,3 @@ def test_labels_are_those_of_the_search_by_hand(build_model):
     torch.testing.assert_close(labels.hidden[rank], torch.stack([w[0] for w in want]), atol=1e-4, rtol=1e-4)
     assert 0 < labels.important.sum() < len(labels), "both kinds are there"
     assert asked[: len(PROMPTS)] == [0, 1, 2, 3]
-
-
-def test_mining_by_hand():
-    """Tokens 10..19 are digits whose sum is the answer, 2..9 are words without effect, and 1 ends the text."""
-    texts = [[5, 12, 6, 13, EOS], [7, EOS]]
-    drafts = {5: 4, 12: 15, 6: 3, 13: 13, 7: 8}  # the draft's replacement of each token
-    finished = []
-
-    def propose(current):
-        return {i: [drafts.get(t) for t in text] for i, text in current.items()}
-
-    def finish(prefixes):  # the policy continues as in its text
-        finished.extend(prefixes.values())
-        return {i: [*p, *texts[i][len(p) :]] for i, p in prefixes.items()}
-
-    def answer(i, text):
-        return sum(t - 10 for t in text if t >= 10) if i == 0 else None
-
-    found = mine(texts, propose, finish, answer, eos_ids=frozenset({EOS}))
-    assert found == [
-        Mined(0, (4,), False),
-        Mined(0, (4, 15), True),  # on the text with the replaced word
-        Mined(0, (4, 12, 3), False),  # the digit was restored
-    ]
-    assert len(finished) == 3, "a row without an answer is not tried"
-    assert len(mine(texts, propose, finish, answer, eos_ids=frozenset({EOS}), max_tries=2)) == 2
-
-
-def test_a_continuation_without_an_answer_labels_nothing():
-    def answer(i, text):
-        return None if 4 in text else 0
-
-    found = mine(
-        [[5, 6, EOS]], lambda c: {0: [4, 3, None]}, lambda p: {0: [*p[0], 6, EOS]}, answer, eos_ids=frozenset({EOS})
-    )
-    assert found == [Mined(0, (5, 3), False)]
