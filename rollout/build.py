@@ -36,16 +36,7 @@ def build_engine(spec: EngineSpec, model: PreTrainedModel | None = None, scorer:
     check(config)
     sampling = SamplingParams(spec.eos_ids, config.temperature, config.top_k, config.top_p)
     if config.engine == "vllm":
-        try:
-            from specrl.rollout.engines.vllm.engine import VLLMEngine
-        except ImportError as error:
-            raise RolloutError(
-                f"rollout.engine=vllm needs vLLM: {error}. Install it with: pip install 'specrl[vllm]'"
-            ) from error
-        if config.acceptance == "judged":  # the head is for one policy, whose weights are read to compare
-            judged = _judged(config, sampling, replace(spec, device="cpu").load(spec.model), None)
-            return VLLMEngine(spec, sampling, judged.rule, judged)
-        return VLLMEngine(spec, sampling, *rule_and_drafting(config, sampling))
+        return _vllm_engine(spec, sampling)
     from specrl.rollout.engines.local.engine import TransformersEngine
 
     policy = spec.load(spec.model) if model is None else model
@@ -75,6 +66,20 @@ def build_engine(spec: EngineSpec, model: PreTrainedModel | None = None, scorer:
             own_weights=own_weights,
         )
     return TransformersEngine(policy, sampling, *rule_and_drafting(config, sampling, drafter), limits, own_weights)
+
+
+def _vllm_engine(spec: EngineSpec, sampling: SamplingParams) -> Engine:
+    config = spec.rollout
+    try:
+        from specrl.rollout.engines.vllm.engine import VLLMEngine
+    except ImportError as error:
+        raise RolloutError(
+            f"rollout.engine=vllm needs vLLM: {error}. Install it with: pip install 'specrl[vllm]'"
+        ) from error
+    if config.acceptance == "judged":  # the head is for one policy, whose weights are read to compare
+        judged = _judged(config, sampling, replace(spec, device="cpu").load(spec.model), None)
+        return VLLMEngine(spec, sampling, judged.rule, judged)
+    return VLLMEngine(spec, sampling, *rule_and_drafting(config, sampling))
 
 
 def _judged(

@@ -6,22 +6,9 @@ import os
 import runpy
 import sys
 
+from specrl.config.help import COMMANDS
 from specrl.config.load import USAGE_ERROR
 from specrl.rollout.checks import suggestion
-
-COMMANDS = {
-    "train": "train a policy",
-    "report": "what a run saved, alone or against baseline=DIR",
-    "evaluate": "pass@k and mean reward of a policy",
-    "generate": "a policy's responses to a few prompts",
-    "bench": "paired rollouts with drafts and without, before anything is trained",
-    "replay": "what drafting would save on the stored responses of a run",
-    "cache": "check or describe stored responses",
-    "drafter": "distil a draft model or a head from a policy",
-    "train_router": "train a step router",
-    "train_judge": "train a judge of draft tokens",
-    "env": "versions, hardware and settings for a bug report",
-}
 
 
 def main() -> int:

@@ -230,13 +230,7 @@ def load(
             os.replace(path, f"{path}.corrupt")
         logger.warning("%s. It is kept as '%s.corrupt'; starting with an empty trajectory cache.", error, path.name)
         return cache
-    sampling = _differences(fingerprint.sampling, header.fingerprint.sampling)
-    wrong = _differences(fingerprint.identity, header.fingerprint.identity) + (sampling if check_sampling else [])
-    if wrong:
-        raise CacheError(
-            f"The trajectory cache '{path}' was written with other settings: {'; '.join(wrong)}. "
-            "Start with rollout.cache.clear=true, or go back to the old ones."
-        )
+    other_sampling = not _same_sampling(fingerprint, header.fingerprint, path, check_sampling)
     for example_id, sample_index, blob in entries:
         trajectory = unpack(blob)
         if complaint(sample_index, trajectory, vocab_size, cache.eos_ids) is not None:
@@ -244,14 +238,30 @@ def load(
         elif max_step is not None and trajectory.step > max_step:
             cache.skipped += 1
         else:
-            if sampling:
+            if other_sampling:
                 trajectory = replace(trajectory, logprobs=None)
             if new_run:
                 trajectory = replace(trajectory, step=0, version=0)
-            cache.insert([(example_id, sample_index, pack(trajectory) if sampling or new_run else blob)])
+            cache.insert([(example_id, sample_index, pack(trajectory) if other_sampling or new_run else blob)])
     if cache.dropped:
         logger.warning("'%s': %d of %d entries make no sense and are left out.", path, cache.dropped, header.rows)
     return cache
+
+
+def _same_sampling(here: Fingerprint, there: Fingerprint, path: Path, required: bool) -> bool:
+    """Whether the sampling parameters agree.
+
+    Raises:
+        CacheError: the identity differs, or the sampling parameters do although they are `required` to agree.
+    """
+    sampling = _differences(here.sampling, there.sampling)
+    wrong = _differences(here.identity, there.identity) + (sampling if required else [])
+    if wrong:
+        raise CacheError(
+            f"The trajectory cache '{path}' was written with other settings: {'; '.join(wrong)}. "
+            "Start with rollout.cache.clear=true, or go back to the old ones."
+        )
+    return not sampling
 
 
 def _differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:

@@ -14,6 +14,20 @@ from pathlib import Path
 from specrl.config.options import ConfigError, plain
 from specrl.rollout.checks import Option, options, sections, suggestion
 
+COMMANDS = {
+    "train": "train a policy",
+    "report": "what a run saved, alone or against baseline=DIR",
+    "evaluate": "pass@k and mean reward of a policy",
+    "generate": "a policy's responses to a few prompts",
+    "bench": "paired rollouts with drafts and without, before anything is trained",
+    "replay": "what drafting would save on the stored responses of a run",
+    "cache": "check or describe stored responses",
+    "drafter": "distil a draft model or a head from a policy",
+    "train_router": "train a step router",
+    "train_judge": "train a judge of draft tokens",
+    "env": "versions, hardware and settings for a bug report",
+}
+"""What each module that `python -m specrl.NAME` runs does."""
 EXIT_CODES = """exit codes: 0 done; 2 the command line or configuration is wrong; 3 a rollout, cache or reward failed;
             130 interrupted; 143 terminated, after a checkpoint; 1 anything else, with a traceback"""
 MARKS = ("<!-- options: begin -->", "<!-- options: end -->")
@@ -35,11 +49,10 @@ def help_text(topic: str, schema: type) -> str:
 
 
 def _overview(groups: Mapping[str, str], takes_config: bool) -> str:
-    programs = _entry_points()
     module = Path(sys.argv[0]).stem
-    program = module if module in programs else "train"
+    program = module if module in COMMANDS else "train"
     lines = {
-        **{f"python -m specrl.{name}": summary for name, summary in programs.items()},
+        **{f"python -m specrl.{name}": summary for name, summary in COMMANDS.items()},
         "config=list": "the known configs",
         "help=SECTION": "the options of a section, or one option",
         "dry_run=true": "check, print what is not at its default and the sizes of the run, and stop",
@@ -56,18 +69,6 @@ def _overview(groups: Mapping[str, str], takes_config: bool) -> str:
             *(f"{f'help={key}':26}  {line}" for key, line in groups.items()),
         ]
     )
-
-
-def _entry_points() -> dict[str, str]:
-    """The modules of specrl that can be run, with the first line of their docstrings."""
-    package = Path(__file__).parents[1]
-    programs = {}
-    for path in (*package.glob("[!_]*.py"), package / "bench" / "__main__.py"):
-        text = path.read_text(encoding="utf-8")
-        if "\nif __name__ ==" in text:
-            name = path.parent.name if path.stem == "__main__" else path.stem
-            programs[name] = text.split('"""')[1].partition("\n")[0]
-    return dict(sorted(programs.items()))
 
 
 def list_configs(known: Mapping[str, Path]) -> str:

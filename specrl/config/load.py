@@ -74,9 +74,12 @@ def find_config(name: str) -> Path:
         raise ConfigError(f"No config given. Write config=NAME. {listed} help=true explains.")
     if name in known:
         return known[name]
-    path = Path(name) / "config.yaml" if Path(name).is_dir() else Path(name)
-    if path.is_file():
-        return path
+    try:
+        path = Path(name) / "config.yaml" if Path(name).is_dir() else Path(name)
+        if path.is_file():
+            return path
+    except OSError as error:  # such as a name that is too long
+        raise ConfigError(f"config={name:.60}: {error.strerror}. {listed}") from error
     what = f"No file {name}." if path.suffix or os.sep in name else f"No config named '{name}'."
     files = {str(file.with_suffix("")): file for file in path.parent.glob("*.y*ml") if file.is_file()}
     similar = get_close_matches(str(path.with_suffix("")), files, 1, cutoff=0.8)
