@@ -12,7 +12,7 @@ from pathlib import Path
 
 from specrl.run.machine import SUPPORTED, anonymous, gpus, installed, usable
 
-OPTIONAL = {"vllm", "ray"}
+OPTIONAL = {"trl", "accelerate", "datasets", "math-verify", "vllm", "ray"}
 SHOWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "WORLD_SIZE")
 
 

@@ -7,6 +7,7 @@ from signal import SIGINT
 from typing import TYPE_CHECKING
 
 from specrl.config import load as cli
+from specrl.config.rules import warnings
 from specrl.config.schema import Config
 from specrl.run import preflight
 
@@ -57,15 +58,9 @@ def monitored(run: Run, run_dir: RunDir) -> Monitor | None:
     watch(run, monitor)
     why_not = rollouts.source.not_ahead
     ahead = f"off, because {why_not}" if why_not else "on, idle workers begin the next batch"
-    for line in (rounding, *run.notes, f"Rollouts ahead: {ahead}"):
+    for line in (rounding, *run.notes, f"Rollouts ahead: {ahead}", *warnings(config)):
         if line:
             monitor.note(line)
-    if config.trainer.precision == "pure_bf16":
-        monitor.note(
-            f"trainer.precision=pure_bf16: at trainer.learning_rate={config.trainer.learning_rate:g} most steps are "
-            "smaller than the distance between neighbouring bf16 numbers, so the weights hardly learn, and the reuse "
-            "that is measured is too high. trainer.precision=bf16 keeps fp32 weights"
-        )
     return monitor
 
 

@@ -16,7 +16,7 @@ from specrl.rollout.types import EngineStats, Request, RolloutError
 from specrl.rollout.workers.worker import Failure, RolloutWorker, Share, WorkerInfo
 
 LAST_PASS_S = 60.0
-"""Least time that a worker has to end its pass after it is told to stop."""
+"""Least time that a worker has to end its pass after the stop signal."""
 _CONTROL = "control"  # the concurrency group of calls that are answered during the one in progress
 _numbers = itertools.count(1)
 
@@ -47,7 +47,7 @@ class WorkerHandle:
     ahead_call: int = 0
     """Number of the last call that works ahead."""
     halted: bool = False
-    """That call was told to end."""
+    """That call got the stop signal."""
     deadline: float = 0.0
 
     def __str__(self) -> str:

@@ -142,7 +142,7 @@ def run(
         if isinstance(loaded, Config):
             from specrl.run.preflight import needs  # not for help: it imports what reads data
 
-            needs(loaded)
+            needs(loaded, training)
         return main(loaded) or 0
     except ConfigError as error:
         return _complain("\nerror: ".join(str(error).splitlines()), USAGE_ERROR)  # each line is a problem of its own

@@ -19,6 +19,7 @@ from specrl.trainers.config import TrainerConfig
 
 TRACKERS = ("tensorboard", "trackio", "wandb")
 """Trackers, by the names of their packages."""
+HIGH_LEARNING_RATE = 2e-5
 DRAFTER = "Try rollout.drafter=DIR with a model or head that `python -m specrl.drafter out=DIR` makes"
 
 
@@ -31,6 +32,25 @@ def problems(config: Config, training: bool = True) -> list[str]:
         rules += [_training_rules, _batch_rules, _tracker_rules]
     shown = values(config)
     return [*broken_rules(config), *(filled(message, shown) for rule in rules for message in rule(config))]
+
+
+def warnings(config: Config) -> list[str]:
+    """A sentence for each combination of options that is legal and most probably a mistake."""
+    rate = config.trainer.learning_rate
+    sentences = []
+    if config.trainer.precision == "pure_bf16":
+        sentences.append(
+            f"trainer.precision=pure_bf16: at trainer.learning_rate={rate:g} most steps are smaller than the distance "
+            "between neighbouring bf16 numbers, so the weights hardly learn, and the reuse that is measured is too "
+            "high. Try trainer.precision=bf16, which keeps fp32 weights."
+        )
+    if config.model != "tiny" and not config.lora.rank and rate > HIGH_LEARNING_RATE:
+        sentences.append(
+            f"trainer.learning_rate={rate:g} is high for training all weights of model={config.model}: language models "
+            f"usually lose their abilities above {HIGH_LEARNING_RATE:g}. Try trainer.learning_rate=1e-6, as in "
+            "config=grpo."
+        )
+    return sentences
 
 
 def _run_rules(c: Config) -> Iterator[str]:

@@ -25,7 +25,7 @@ COLUMNS = ("phase", "plain s", "specrl s", "saved s", "share")
 NET = """\
 Net: look-up, drafting, verification, storing and co-training are charged. No step saves more than the largest saving
 below the top tenth, so that one stalled step makes no figure."""
-NO_PLOT = "report.png was not drawn: matplotlib is missing. Install it with: pip install 'specrl[plots]'."
+NO_PLOT = "report.png was not has_picture: matplotlib is missing. Install it with: pip install 'specrl[plots]'."
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ def write_report(run_dir: str | Path, baseline_dir: str | Path | None = None, pl
         if paired:
             evidence["paired"] = paired
     page, figures, picture = (run.path / f"report.{kind}" for kind in ("md", "json", "png"))
-    drawn = plots and draw(run, baseline if "paired" in evidence else None, picture)
+    has_picture = plots and draw(run, baseline if "paired" in evidence else None, picture)
     summary = summarise(run, baseline, evidence)
-    summary["notes"] = [*notes(run, bool(evidence)), *pair_notes, *([NO_PLOT] if plots and not drawn else [])]
-    report = Report(summary, evidence, [page, figures, *([picture] if drawn else [])])
-    page.write_text(report.page(picture.name if drawn else ""), encoding="utf-8")
+    summary["notes"] = [*notes(run, bool(evidence)), *pair_notes, *([NO_PLOT] if plots and not has_picture else [])]
+    report = Report(summary, evidence, [page, figures, *([picture] if has_picture else [])])
+    page.write_text(report.page(picture.name if has_picture else ""), encoding="utf-8")
     figures.write_text(to_json(summary) + "\n", encoding="utf-8")
     return report
 

@@ -207,7 +207,7 @@ class Estimate:
 
     def __str__(self) -> str:
         if self.low is None or self.high is None or self.low <= 0 <= self.high:
-            return "no difference that can be told from noise"
+            return "no difference beyond the noise"
         return f"{self.saved_s:.1f} s saved (95 % interval {self.low:.1f} to {self.high:.1f} s)"
 
 

@@ -7,11 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specrl.config.options import ConfigError
+from specrl.config.options import ConfigError, plain
+from specrl.config.rules import warnings
 from specrl.reward.base import RewardError
 from specrl.reward.loading import check as check_rewards
 from specrl.run import policy
-from specrl.run.data import left_out, load_examples
+from specrl.run.data import left_out, load_examples, on_hub
 
 if TYPE_CHECKING:
     from specrl.config.schema import Config
@@ -20,15 +21,21 @@ if TYPE_CHECKING:
 CONFIG_COMMENT = "the comment at the top of the config file may say with which options"
 
 
-def needs(config: Config) -> None:
+def needs(config: Config, training: bool = True) -> None:
     """Raises ConfigError for the first missing package or model, with the command that installs or creates it."""
-    for problem in (*_packages(config), *_drafter(config), *_learned(config)):
+    for problem in (*_packages(config, training), *_drafter(config), *_learned(config)):
         raise ConfigError(problem)
 
 
-def _packages(config: Config) -> Iterator[str]:
-    engine, workers, rank = config.rollout.engine, config.cluster.num_workers, config.lora.rank
+def _packages(config: Config, training: bool) -> Iterator[str]:
+    engine = config.rollout.engine
+    workers = config.cluster.num_workers
+    rank = config.lora.rank
+    functions = config.reward.functions if config.scores else []
     wanted = {
+        "trl": (training, "training needs TRL, accelerate and datasets", "trl"),
+        "datasets": (on_hub(config.data), f"data={config.data} is on the hub, which needs datasets", "trl"),
+        "math_verify": ("math" in functions, f"reward.functions={plain(functions)} needs math-verify", "math"),
         "vllm": (engine == "vllm", f"rollout.engine={engine} needs vLLM", "vllm"),
         "ray": (workers, f"cluster.num_workers={workers} needs Ray", "ray"),
         "peft": (rank, f"lora.rank={rank} needs peft", "peft"),
@@ -122,11 +129,11 @@ def dry_run(config: Config, training: bool = True) -> str:
     Raises:
         ConfigError: a failed check, a model, tokenizer or device that cannot be used, or prompts that are too long.
     """
-    from specrl.run.data import on_hub
-
-    needs(config)
+    needs(config, training)
     examples = check(config, training, read=not on_hub(config.data))
     lines = ["All other options have their defaults; help=SECTION lists them."]
+    if training:
+        lines += warnings(config)
     lines += sizes(config, len(examples["train"]) if "train" in examples else None)
     if examples:
         lines.append(f"{', '.join(f'{len(rows)} {split}' for split, rows in examples.items())} prompts.")

@@ -57,8 +57,7 @@ def test_the_table_equals_the_dependencies():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [
         *project["dependencies"],
-        *project["optional-dependencies"]["vllm"],
-        *project["optional-dependencies"]["ray"],
+        *(line for extra in ("trl", "math", "vllm", "ray") for line in project["optional-dependencies"][extra]),
     ]
     ranges = {re.match(r"[\w-]+", line)[0]: re.search(r"[<>].*", line)[0] for line in wanted}
     ranges["python"] = project["requires-python"]

@@ -152,7 +152,7 @@ class Head(LlamaPreTrainedModel):
         Args:
             input_ids: tokens [B, T], each the one that follows its state.
             states: [B, T, H] of the policy, or the head's own. A packed pass reads the states that the policy's passes
-                have written; one that samples writes its own state of each row's last token behind them, to go on from.
+                have written; one that samples writes its own state of each row's last token after them, to go on from.
         """
         shared = None if layout is None else layout.kv.policy_states
         if layout is not None and shared is not None:

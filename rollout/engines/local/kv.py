@@ -25,7 +25,7 @@ class States:
         self.buffer(hidden.shape[1], hidden.dtype, hidden.device).index_copy_(0, slot_mapping, hidden)
 
     def buffer(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """[slabs * capacity + 2, H]: the padding of a pass is written behind all slabs."""
+        """[slabs * capacity + 2, H]: the padding of a pass is written after all slabs."""
         if self._buffer is None:
             rows, capacity = self._shape
             self._buffer = torch.zeros(rows * capacity + 2, size, dtype=dtype, device=device)
@@ -48,7 +48,7 @@ class KV:
         slabs: rows at a time.
         capacity: most positions of a row.
         heads_first: slabs are [heads, capacity, dim], as matrix products on CPUs want them, and not
-            [capacity, heads, dim], as variable-length attention kernels do. The latter have one position more behind
+            [capacity, heads, dim], as variable-length attention kernels do. The latter have one position more after
             all slabs, where the padding of a pass is written.
         graphs: the captured passes over these slabs.
     """

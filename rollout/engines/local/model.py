@@ -47,7 +47,7 @@ class InFlightPass:
     picked: np.ndarray
     """Indices of the D tokens among the N whose samples are wanted."""
     done: torch.cuda.Event | None = None
-    """Recorded on the device behind the copy of `samples`."""
+    """Recorded on the device after the copy of `samples`."""
     feed: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """New tokens by row."""
     positions: list[int] = field(default_factory=list)

@@ -87,7 +87,7 @@ def _own(model: PackedModel, *rows: Sequence[int]) -> Tensor:
 def two_rows(model: PackedModel, other: Sequence[int], last: int = 6) -> tuple[Tensor, KV, set[int]]:
     """A packed batch of the rows `other` and TEXT, each fed in two passes.
 
-    Args: last: position of the last token of `other` as the model is told; it is written at 6.
+    Args: last: position of the last token of `other` that is given to the model; the token is written at 6.
     Returns: logits [9, V] of other[4:] and of TEXT[1:]; the KV; the layers whose attention took part.
     """
     kv = model.kv(2, 7)

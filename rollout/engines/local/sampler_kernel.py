@@ -62,14 +62,16 @@ def keyed_sample(
         return packed
     by = float(temperature) if scaled else 1.0
     names = tokens if ids is None else ids.contiguous()  # without ids the kernels do not read this argument
-    law = {"SCALED": scaled, "enable_fp_fusion": False}  # a fused multiply-add rounds once, noise.py twice
+    constants = {"SCALED": scaled, "enable_fp_fusion": False}  # a fused multiply-add rounds once, noise.py twice
     if cut:
-        search[(rows,)](logits, floors, vocab, by, TOP_K=top_k, TOP_P=float(top_p), BLOCK=BLOCK, num_warps=16, **law)
-    law |= {"CUT": cut, "NAMED": ids is not None}
+        search[(rows,)](
+            logits, floors, vocab, by, TOP_K=top_k, TOP_P=float(top_p), BLOCK=BLOCK, num_warps=16, **constants
+        )
+    constants |= {"CUT": cut, "NAMED": ids is not None}
     inputs = (logits, keys, positions, names, floors, floats, tokens, vocab, by)
-    part[(rows, blocks)](*inputs, NOISE=temperature != 0.0, BLOCK=BLOCK, num_warps=8, **law)
+    part[(rows, blocks)](*inputs, NOISE=temperature != 0.0, BLOCK=BLOCK, num_warps=8, **constants)
     results = (logits, targets, names, floors, floats, tokens, packed, vocab, blocks, by)
-    combine[(rows,)](*results, WIDTH=triton.next_power_of_2(blocks), num_warps=1, **law)
+    combine[(rows,)](*results, WIDTH=triton.next_power_of_2(blocks), num_warps=1, **constants)
     return packed
 
 
@@ -200,8 +202,8 @@ def part(
     score = z + gumbel(tl.load(keys + n), tl.load(positions + n), name) if NOISE else z
     score = tl.where(score == score, score, float("inf"))  # NaN wins, as in torch.argmax
     best, index = tl.max(score, 0, return_indices=True)
-    drawn = block * BLOCK + index
-    second = tl.max(tl.where(token == drawn, LEAST, score))
+    sampled = block * BLOCK + index
+    second = tl.max(tl.where(token == sampled, LEAST, score))
     most = tl.max(z)
     total = tl.sum(libdevice.exp(z - tl.where(most == LEAST, 0.0, most)))
     blocks, size = tl.num_programs(1), tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
@@ -210,7 +212,7 @@ def part(
     tl.store(out + size, second)
     tl.store(out + 2 * size, most)
     tl.store(out + 3 * size, total)
-    tl.store(tokens + n * blocks + block, drawn)
+    tl.store(tokens + n * blocks + block, sampled)
 
 
 @triton.jit
@@ -231,14 +233,14 @@ def combine(
     peak = tl.max(peaks)
     shift = tl.where(peak == LEAST, 0.0, peak)
     total = shift + libdevice.log(tl.sum(sums * libdevice.exp(peaks - shift)))
-    drawn = tl.load(tokens + n * blocks + winner)
+    sampled = tl.load(tokens + n * blocks + winner)
     row = logits + n * vocab
-    log_p = scale(tl.load(row + drawn), by, SCALED) - total
+    log_p = scale(tl.load(row + sampled), by, SCALED) - total
     target = scale(tl.load(row + tl.load(targets + n)), by, SCALED)
     if CUT:
         target = tl.where(target < tl.load(floors + n), LEAST, target)
     gap = tl.where(tl.abs(total) < float("inf"), best - second, float("nan"))
-    tl.store(packed + n, tl.load(names + drawn) if NAMED else drawn)
+    tl.store(packed + n, tl.load(names + sampled) if NAMED else sampled)
     tl.store(packed + rows + n, log_p.to(tl.int32, bitcast=True))
     tl.store(packed + 2 * rows + n, (target - total).to(tl.int32, bitcast=True))
     tl.store(packed + 3 * rows + n, gap.to(tl.int32, bitcast=True))

@@ -1,7 +1,7 @@
 """Passes for GPUs: variable-length flash attention over slabs, without a mask, padded queries or a host in between.
 
 Every pass has one of few sizes (`BUCKETS`) and reads everything that changes from one buffer, so it can be captured as
-a CUDA graph and replayed. It is padded with tokens that belong to no row and are written behind all slabs.
+a CUDA graph and replayed. It is padded with tokens that belong to no row and are written after all slabs.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class StaticPass:
         return self._ids[None]
 
     def slot_mapping(self) -> Tensor:
-        """See `padded.PaddedPass.slot_mapping`; the padding is written behind all slabs."""
+        """See `padded.PaddedPass.slot_mapping`; the padding is written after all slabs."""
         return self._slot_mapping
 
     def last_tokens(self) -> Tensor:
@@ -199,8 +199,8 @@ aten_flash = torch.ops.aten._flash_attention_forward
 def unsplit(device: torch.device) -> dict[str, int]:
     """The argument that keeps the kernel from splitting over keys, where it takes one; some versions do for FA3 only.
 
-    Without it the kernel splits for single queries or paged keys only: it is told of more queries, and slabs are no
-    pages.
+    Without the argument the kernel splits only for single queries or paged keys. Neither happens here: the query count
+    that it gets is larger, and the KV is not paged.
     """
     if "num_splits" not in {arg.name for arg in aten_flash.default._schema.arguments}:
         return {}

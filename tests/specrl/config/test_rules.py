@@ -6,6 +6,7 @@ import pytest
 
 from specrl.config.load import load
 from specrl.config.options import ConfigError
+from specrl.config.rules import warnings
 from specrl.config.schema import Config
 from specrl.rollout.checks import misfits, options
 
@@ -227,3 +228,18 @@ def test_what_only_grpo_and_dapo_read_is_refused_by_ppo(word):
 def test_the_algorithm_of_an_option_is_set_by_its_field_or_its_section():
     assert {"trainer.gamma=0.25", "trainer.critic.clip=0.25"} <= {*changed("ppo")}
     assert "trainer.loss=grpo" in changed("grpo")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("model=org/base trainer.learning_rate=2e-4", "trainer.learning_rate=1e-6"),
+        ("model=org/base trainer.learning_rate=2e-4 lora.rank=8", ""),
+        ("model=org/base trainer.learning_rate=2e-5", ""),
+        ("model=tiny trainer.learning_rate=2e-4", ""),
+        ("trainer.precision=pure_bf16", "trainer.precision=bf16"),
+    ],
+)
+def test_what_is_probably_a_mistake_is_a_warning(words, named):
+    lines = warnings(load(["config=grpo_math", *words.split()]))
+    assert [named in line for line in lines] == [True] * bool(named)

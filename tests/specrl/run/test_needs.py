@@ -67,6 +67,16 @@ def test_a_packaged_config_starts_or_names_its_command(start, monkeypatch, name)
         ),
         ("config=grpo_gsm8k", "vllm", "rollout.engine=vllm needs vLLM. Install it with: pip install 'specrl[vllm]'"),
         ("config=ray_grpo_math", "ray", "cluster.num_workers=2 needs Ray. Install it with: pip install 'specrl[ray]'"),
+        (
+            "config=grpo_math",
+            "trl",
+            "training needs TRL, accelerate and datasets. Install it with: pip install 'specrl[trl]'",
+        ),
+        (
+            "config=grpo_math",
+            "math_verify",
+            "reward.functions=[math] needs math-verify. Install it with: pip install 'specrl[math]'",
+        ),
         ("config=ppo_math lora.rank=8", "peft", "lora.rank=8 needs peft. Install it with: pip install 'specrl[peft]'"),
     ],
 )

@@ -1,0 +1,56 @@
+"""Figures are measured by their commands and rendered between their marks; what is missing is named."""
+
+import json
+
+import pytest
+
+from benchmarks import figures, pages
+from benchmarks.figures import FIGURES, Figure, FiguresConfig, main, measure
+from specrl.config.options import ConfigError
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_a_figure_has_its_command_commit_machine_and_result():
+    written = measure(Figure(("specrl.train config=list",), lambda out, printed: {"lines": printed.split()}), "abc1234")
+    assert written["commands"] == ["python -m specrl.train config=list"]
+    assert written["commit"] == "abc1234"
+    assert "grpo_math" in written["result"]["lines"]
+    assert written["machine"]["versions"]["torch"]
+
+
+def test_a_command_that_fails_makes_no_figure():
+    with pytest.raises(ConfigError, match=r"specrl.train config=nowhere failed with code 2"):
+        measure(Figure(("specrl.train config=nowhere",), lambda out, printed: {}), "abc1234")
+
+
+def test_only_the_text_between_the_marks_is_written(results):
+    lines = ["rows", "Step 1/128", "Step 128/128 | 1.3 s", "reward: 0.5 -> 0.9", "note: x"]
+    (results / "train.json").write_text(json.dumps({"commit": "abc1234", "result": {"printed": lines}}))
+    page = "before\n<!-- figure: console -->\nstale 9.99x\n<!-- /figure -->\nafter\n"
+    block = "```\nStep 128/128 | 1.3 s\nreward: 0.5 -> 0.9\n```"
+    assert pages.rendered(page) == f"before\n<!-- figure: console -->\n{block}\n<!-- /figure -->\nafter\n"
+    assert pages.rendered(pages.rendered(page)) == pages.rendered(page)
+
+
+def test_a_missing_figure_names_its_command_and_an_unknown_block_the_known_ones(results):
+    with pytest.raises(ConfigError, match=r"measure=\[train\]"):
+        pages.rendered("<!-- figure: console -->\n<!-- /figure -->")
+    with pytest.raises(ConfigError, match=r"'konsole'.*console"):
+        pages.rendered("<!-- figure: konsole -->\n<!-- /figure -->")
+
+
+def test_an_unknown_figure_names_the_known_ones():
+    with pytest.raises(ConfigError, match=r"measure=\[trian\].*train"):
+        main(FiguresConfig(measure=["trian"]))
+
+
+def test_every_command_is_one_that_exists():
+    modules = {command.split()[0] for figure in FIGURES.values() for command in figure.commands}
+    assert all(
+        (figures.ROOT / (module.replace(".", "/") + ".py")).exists() or module == "specrl.bench" for module in modules
+    )
