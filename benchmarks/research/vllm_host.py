@@ -27,11 +27,11 @@ from specrl.config import load as cli
 from specrl.rollout.drafting.contexts import ContextTable
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.vllm import v1
 from specrl.rollout.engines.vllm.batch import LogprobBuffer, VLLMRow
 from specrl.rollout.engines.vllm.flow import Flow
 from specrl.rollout.engines.vllm.logits import LogitsBudget
 from specrl.rollout.engines.vllm.scheduler import DraftLengths, set_lengths
-from specrl.rollout.engines.vllm.v1 import V1Adapter
 from specrl.rollout.sections import doc
 
 LAW = SamplingParams(host.EOS_IDS)
@@ -88,7 +88,8 @@ class Rollout:
             rows=rows,
             logprobs=LogprobBuffer([*rows.values()]),
         )
-        self.adapter = V1Adapter(flow=self.flow, chunk=ROOM, draw=self.clock.timed("draw", self.draw))
+        self.adapter = v1.V1Adapter(flow=self.flow, chunk=ROOM)
+        v1.packed_sample = self.clock.timed("draw", self.draw)  # the texts are known, so no logits are sampled
         self.steps: list[tuple[int, dict[str, float]]] = []
         """Rows of each step, and its seconds by part."""
 

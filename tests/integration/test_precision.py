@@ -39,7 +39,7 @@ def test_weights_move_in_bf16_as_in_fp32(algorithm, tmp_path):
     assert {value.dtype for value in states} == {torch.float32}
     saved = json.loads((tmp_path / "bf16" / "model" / "config.json").read_text())
     assert saved["dtype"] == "float32"
-    assert "saved weights are float32" in (tmp_path / "bf16" / "model" / "README.md").read_text()
+    assert "saved as float32" in (tmp_path / "bf16" / "model" / "README.md").read_text()
 
 
 def test_adapters_learn_in_float32_beside_a_policy_in_bf16(tmp_path):

@@ -134,7 +134,7 @@ def test_an_alarm_without_co_training(folder, head, caplog, monkeypatch):
     draws = HeadDrafter.propose
 
     def wrong(self, *given):
-        return [[(token + 1) % self.vocab for token in draft] for draft in draws(self, *given)]
+        return [[(token + 1) % self.packed.vocab for token in draft] for draft in draws(self, *given)]
 
     monkeypatch.setattr(HeadDrafter, "propose", wrong)
     options = SHORT | {"rollout__sources": "[]", "rollout__drafter": head, "rollout__budget__window": 3}
