@@ -117,6 +117,15 @@ def test_what_a_row_hands_to_its_neighbour_is_seen(build_model):
             engine_of(model.to(dtype))
 
 
+def test_a_layer_that_runs_twice_is_refused(build_model):
+    """Its second run would overwrite the KV of its first one."""
+    model = build_model("llama", scale=1.0)
+    engine_of(model)
+    model.model.layers[1] = model.model.layers[0]
+    with pytest.raises(RolloutError, match="twice"):
+        engine_of(model)
+
+
 @pytest.fixture(params=["phi3", "llama"])
 def longrope(request):
     if request.param == "llama":
