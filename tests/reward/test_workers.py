@@ -176,6 +176,16 @@ def test_a_limit_is_not_the_texts_doing_when_what_the_workers_need_is_gone(handl
         assert by_the_text(pool, service, ["sleep", 60]) == [True]
 
 
+@pytest.mark.slow
+def test_a_request_that_takes_over_half_the_limit_is_not_asked_again_to_see_whether_workers_answer(handlers, tmp_path):
+    """On a slower machine it would exceed the limit too, and no text would ever be the cause."""
+    service = ["service", str(tmp_path / "down")]
+    with closing(WorkerPool(handlers, RewardConfig(timeout_s=0.5))) as pool:
+        pool.map([["echo", 1], service])
+        (tmp_path / "down").touch()
+        assert by_the_text(pool, ["sleep", 60]) == [True]
+
+
 def test_a_timeout_of_the_functions_own_is_its_own_failure(pool):
     outcomes = pool.map([["echo", 1], ["late", "the judge did not answer"]])
     assert isinstance(outcomes[1], TimeoutError)
