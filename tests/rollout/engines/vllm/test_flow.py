@@ -15,6 +15,7 @@ from specrl.rollout.engines.local.sampler import packed_sample
 from specrl.rollout.engines.vllm.batch import LogprobBuffer, VLLMRow
 from specrl.rollout.engines.vllm.flow import Flow
 from specrl.rollout.engines.vllm.logits import OF_SERVER, LogitsBudget, Remedies
+from specrl.rollout.lossy.lenient import VerifyOldTextOnce
 from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import Request, RolloutError
 from specrl.rollout.verify import exact
@@ -198,3 +199,11 @@ def test_memory_is_measured_when_a_rollout_begins():
         drafts = proposals(adapter)
     assert [len(draft) for draft in drafts] == [3, 3]
     assert len(asked) == 1
+
+
+def test_an_old_text_ends_before_the_cap():
+    """After the last draft token the policy's own sample must fit too."""
+    old_text = Draft([4] * 20, "prefix", [-1.0] * 20)
+    row = VLLMRow(Request([2, 3], 1, 6), sampling=SAMPLING[0], old_text=old_text)
+    flow = Flow(drafting=VerifyOldTextOnce(), draft_tokens=8, budget=LogitsBudget(1000), rows={"r": row})
+    assert flow.propose([row]) == [[4] * 5]
