@@ -10,6 +10,7 @@ import json
 import os
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -68,24 +69,16 @@ class WorkerPool:
         self._canary = canary
         self._canary_s = 0.0 if canary is None else float("inf")
         self._reset()
+        _pools.add(self)
 
     def _reset(self) -> None:
-        self._pid = os.getpid()
         self._changed = threading.Condition()
         self._idle: list[WorkerProcess | None] = [None] * self.limits.workers  # None: no process is running yet
         self._live: set[WorkerProcess] = set()
 
-    def _lock(self) -> threading.Condition:
-        """The lock of this process. A forked child has it anew, as the workers belong to its parent."""
-        if os.getpid() != self._pid:
-            for worker in self._live:
-                worker.process.returncode = 0  # so that this process does not wait for it
-            self._reset()
-        return self._changed
-
     def pids(self) -> list[int]:
         """Process ids of the workers that are running."""
-        with self._lock():
+        with self._changed:
             return sorted(worker.process.pid for worker in self._live)
 
     def start(self) -> None:
@@ -160,7 +153,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """Kills every worker; calls in progress in other threads raise RewardError. Idempotent."""
-        with self._lock():
+        with self._changed:
             self._closed = True
             workers = list(self._live)
             self._live.clear()
@@ -171,7 +164,7 @@ class WorkerPool:
 
     def _take(self) -> WorkerProcess:
         """An idle, healthy worker; it is started or replaced here if necessary."""
-        with self._lock():
+        with self._changed:
             self._changed.wait_for(lambda: self._idle or self._closed)
             if self._closed:
                 raise RewardError("the reward workers were closed; a closed pool or reward cannot score any more")
@@ -237,3 +230,21 @@ class WorkerPool:
         worker.kill()
         with self._changed:
             self._live.discard(worker)
+
+    def _after_fork(self) -> None:
+        """In a forked child: the workers belong to the parent, and a thread that is not here may hold the lock."""
+        for worker in self._live:
+            worker.release()
+            worker.process.returncode = 0  # so that this process does not wait for it
+        self._reset()
+        if self._closed:
+            self._idle.clear()
+
+
+def _after_fork() -> None:
+    for pool in list(_pools):
+        pool._after_fork()
+
+
+_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_after_fork)

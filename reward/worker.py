@@ -49,7 +49,7 @@ class WorkerProcess:
                 env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"},
             )
         except OSError:
-            self._release()
+            self.release()
             raise
         finally:
             worker_channel.close()
@@ -96,14 +96,15 @@ class WorkerProcess:
                 os.killpg(self.process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=2.0)
-            self._release()
+            self.release()
 
     def exit_reason(self) -> str:
         """How the process ended, once it was killed or died."""
         code = self.process.returncode
         return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Closes this process's ends of the channels only, for a forked child, whose parent keeps the worker."""
         self.channel.close()
         self.lifeline.close()
 

@@ -363,6 +363,36 @@ def test_workers_die_with_a_killed_parent(handlers, tmp_path, task):
             os.kill(pid, signal.SIGKILL)
 
 
+def test_workers_die_with_a_killed_parent_that_has_a_forked_child(handlers, tmp_path):
+    """The child, such as a data loader's, never uses the pool and outlives the parent."""
+    parent = run_script(
+        tmp_path,
+        """
+        import os, time
+        pool = WorkerPool("worker_handlers:make", RewardConfig(timeout_s=60))
+        pool.start()
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        print(*pool.pids(), child, flush=True)
+        time.sleep(60)
+        """,
+    )
+    pid, child = map(int, parent.stdout.readline().split())
+    try:
+        assert alive(pid)
+        parent.kill()
+        parent.wait(5)
+        assert gone_within(pid, 2)
+        assert alive(child)
+    finally:
+        parent.stdout.close()
+        for process in (pid, child):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
 def test_a_forked_child_gets_workers_of_its_own(handlers, tmp_path):
     parent = run_script(
         tmp_path,
