@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig, ProcessorMixin
@@ -46,6 +47,17 @@ OF_ARGS = {
 """Entry of a generation config -> the TRL option that sets it, which ReuseRollouts supports."""
 
 
+def check_trl(trainer: Any, names: Iterable[str]) -> None:
+    """Raises RolloutError if a GRPOTrainer, or its class, lacks a name that specrl relies on.
+
+    TRL is an optional package, so an environment may have any version of it.
+    """
+    if missing := [name for name in names if not hasattr(trainer, name)]:
+        raise RolloutError(
+            f"trl {version('trl')} has no GRPOTrainer.{missing[0]}, which specrl relies on. Install trl==1.16.0"
+        )
+
+
 def check_config(config: RolloutConfig) -> None:
     """Raises RolloutError for options of reuse that need `specrl.train`."""
     if config.engine != "transformers" or config.lossy or config.cache.start_from:
@@ -76,6 +88,7 @@ def check_args(args: GRPOConfig) -> None:
 
 def check_trainer(trainer: Any, model: Any) -> None:
     """Raises RolloutError for arguments of a GRPOTrainer that TRL supports and ReuseRollouts does not."""
+    check_trl(trainer, ("_tokenize_prompts", "_log_metric", "eos_token_ids", "generation_config"))
     check_args(trainer.args)
     if trainer.environment_factories is not None:
         raise _refused("environment_factory", "responses take one turn. Leave it out, or leave rollout_func out")

@@ -27,6 +27,7 @@ from specrl.trainers.arguments import common_arguments
 from specrl.trainers.callbacks import StepMetrics
 from specrl.trainers.checkpoint import writing
 from specrl.trainers.config import TrainerConfig
+from specrl.trainers.grpo.hook_limits import check_trl
 from specrl.trainers.rollouts import Rollouts, Setup
 
 if TYPE_CHECKING:
@@ -38,6 +39,14 @@ if TYPE_CHECKING:
 
 BY_ROWS = ("grpo", "dr_grpo")
 """TRL's losses that average over rows."""
+NEEDED = (
+    "_generate_and_score_completions",
+    "_get_train_sampler",
+    "_get_per_token_logps_and_entropies",
+    "_compute_loss",
+    "_save_checkpoint",
+)
+"""Methods of TRL's GRPOTrainer that the subclass overrides or calls."""
 
 
 class EpochRepeatSampler(RepeatSampler):
@@ -70,6 +79,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         setup: Setup,
         peft_config: PeftConfig | None = None,
     ):
+        check_trl(GRPOTrainer, NEEDED)
         self._options = setup.trainer
         self._logps: torch.Tensor | None = None
         self._inputs: dict[str, Any] = {}

@@ -62,6 +62,14 @@ def of_updates(trainer) -> list[torch.Tensor]:
     return collected
 
 
+@pytest.mark.parametrize("name", ["_generate_and_score_completions", "_compute_loss"])
+def test_a_trl_without_a_needed_name_is_refused_before_it_builds_a_trainer(monkeypatch, name):
+    monkeypatch.delattr(grpo.GRPOTrainer, name)
+    with pytest.raises(RolloutError, match=rf"GRPOTrainer\.{name}.*Install trl==1\.16") as error:
+        grpo.GRPOTrainerWithReuse(None, None, None, None)
+    assert "\n" not in str(error.value)
+
+
 def configure(trainer=None, rollout=None, **more):
     options = {"output_dir": Path("out"), "seed": 3, "cpu": True, "world": 1, "trackers": [], **more}
     return grpo_config(
