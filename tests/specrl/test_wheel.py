@@ -1,8 +1,10 @@
 """What is installed from a wheel is complete: an editable install would hide a forgotten file."""
 
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -14,21 +16,28 @@ PACKAGES = ("specrl", "rollout", "reward", "trainers")
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
-@pytest.mark.slow
-def test_the_wheel_holds_configs_and_the_tiny_policy(tmp_path):
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel, built from a copy of the sources."""
     pytest.importorskip("setuptools", minversion="77")
-    source, unpacked = tmp_path / "source", tmp_path / "unpacked"
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
     source.mkdir()
-    wanted = [*PACKAGES, "configs", "pyproject.toml", "README.md", "LICENSE"]
-    for name in wanted:
+    for name in (*PACKAGES, "configs", "pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, source / name, symlinks=True)
         else:
             shutil.copy(ROOT / name, source / name)
     command = ["-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet", "--wheel-dir"]
-    subprocess.run([sys.executable, *command, tmp_path, source], check=True, timeout=300)
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        wheel.extractall(unpacked)
+    subprocess.run([sys.executable, *command, folder, source], check=True, timeout=300)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_configs_and_the_tiny_policy(wheel, tmp_path):
+    unpacked = tmp_path / "unpacked"
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(unpacked)
     assert _names(unpacked / "specrl" / "configs", "*.yaml") == _names(ROOT / "configs", "*.yaml") != set()
     assert _names(unpacked / "specrl" / "assets" / "tiny") == _names(ROOT / "specrl" / "assets" / "tiny") != set()
     modules = {path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
@@ -40,6 +49,31 @@ def test_the_wheel_holds_configs_and_the_tiny_policy(tmp_path):
     environment = {"PYTHONPATH": str(unpacked)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout.splitlines() == [str(unpacked / "specrl" / "config" / "load.py"), "grpo_math"], done.stderr
+
+
+@pytest.mark.long
+def test_an_installed_wheel_trains_by_its_console_script(wheel, tmp_path):
+    """In an environment that has specrl from the wheel only, in a directory with packages of the same names."""
+    clean = tmp_path / "clean"
+    subprocess.run([sys.executable, "-m", "venv", clean], check=True, timeout=120)
+    subprocess.run([clean / "bin/pip", "install", "--no-deps", "--no-index", "--quiet", wheel], check=True, timeout=120)
+    # dependencies from this environment; its own .pth files, such as that of an editable specrl, are not read
+    (site,) = clean.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("rollout.py", "reward.py", "trainers.py", "configs.py"):
+        (elsewhere / name).write_text("raise AssertionError('a file of the user')")
+    words = ["train", "config=grpo_math", "dataset.train_size=4", "trainer.prompts_per_step=2", "trainer.max_steps=2"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [clean / "bin/specrl", *words]
+    done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    report = elsewhere / "outputs" / "grpo_math" / "report.md"
+    assert "Speedup" in report.read_text()
+    code = "import specrl; print(specrl.__file__)"
+    where = subprocess.run([clean / "bin/python", "-c", code], cwd=elsewhere, capture_output=True, text=True)
+    assert where.stdout.startswith(str(site))
 
 
 def _names(folder, pattern="*"):
