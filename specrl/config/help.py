@@ -23,6 +23,7 @@ COMMANDS = {
     "replay": "what drafting would save on the stored responses of a run",
     "cache": "check or describe stored responses",
     "drafter": "distil a draft model or a head from a policy",
+    "serve": "a vLLM server whose requests can have keys and drafts; takes vLLM's options",
     "train_router": "train a step router",
     "train_judge": "train a judge of draft tokens",
     "env": "versions, hardware and settings for a bug report",
