@@ -36,7 +36,17 @@ class KeyedClient(VLLMClient):
 
     def __init__(self, **options: Any):
         super().__init__(**options)
-        self._config = check_server(self)
+        self._config = self._server_config()
+
+    def _server_config(self) -> dict[str, Any]:
+        config = self.get_server_info()
+        scheduler = str(config["scheduler_config"].get("scheduler_cls"))
+        if SCHEDULERS not in scheduler:
+            raise RolloutError(
+                f"the vLLM server at {self.base_url} runs with scheduler_cls={scheduler}, so it would ignore keys and "
+                "drafts. Start it with `python -m specrl.serve`, which takes the options of `vllm serve`"
+            )
+        return config
 
     def limits(self) -> tuple[int, int]:
         """An upper bound of the vocabulary's size, and most tokens of a prompt and its response."""
@@ -96,19 +106,3 @@ class KeyedClient(VLLMClient):
             self._finish_weight_update()
         finally:
             shutil.rmtree(folder)
-
-
-def check_server(client: VLLMClient) -> dict[str, Any]:
-    """The configuration of a server that serves keyed requests.
-
-    Raises:
-        RolloutError: it does not, because it was started without specrl's classes.
-    """
-    config = client.get_server_info()
-    scheduler = str(config["scheduler_config"].get("scheduler_cls"))
-    if SCHEDULERS not in scheduler:
-        raise RolloutError(
-            f"the vLLM server at {client.base_url} runs with scheduler_cls={scheduler}, so it would ignore keys and "
-            "drafts. Start it with the arguments that `python -m specrl.serve` prints"
-        )
-    return config

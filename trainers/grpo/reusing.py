@@ -24,7 +24,7 @@ from specrl.rollout.types import Completion, RolloutError, Row
 from specrl.trainers.grpo.conversations import Conversation, begin, match
 from specrl.trainers.grpo.limits import INSTALL, check_args, check_config, check_seam, check_trainer
 from specrl.trainers.grpo.turns import Turn, control_metrics, turn_metrics
-from specrl.trainers.grpo.vllm import TRLEngine, keyed_vllm
+from specrl.trainers.grpo.vllm import TRLEngine, check_server, keyed_vllm
 from specrl.trainers.weights import check_shared
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class _Reusing:
         arguments = given.get("args")
         if arguments is not None:
             check_args(arguments, given)
+            check_server(arguments)
         with keyed_vllm():
             super().__init__(*args, **options)
         trainer: Any = self

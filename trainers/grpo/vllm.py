@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import gather_object
 
@@ -12,6 +12,9 @@ from specrl.rollout.drafting.suffix import SuffixDrafter
 from specrl.rollout.engines.base import Probe
 from specrl.rollout.engines.vllm.wire import KeyedRequest
 from specrl.rollout.types import Completion, EngineStats, Request, RolloutError
+
+if TYPE_CHECKING:
+    from trl import GRPOConfig
 
 MOST_TEXTS = 8
 """Earlier responses that are sent with a request."""
@@ -126,6 +129,18 @@ class TRLEngine:
             version=self.weight_version,
             passes=0,
         )
+
+
+def check_server(args: GRPOConfig) -> None:
+    """Asks the server of a trainer whether it serves keyed requests, before the trainer loads a model.
+
+    Raises:
+        RolloutError: it was started without specrl's classes.
+        ConnectionError: it does not answer within `vllm_server_timeout`.
+    """
+    if args.use_vllm and args.vllm_mode == "server" and args.process_index == 0:
+        url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        _keyed_client(base_url=url, connection_timeout=args.vllm_server_timeout)
 
 
 @contextmanager
