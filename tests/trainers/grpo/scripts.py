@@ -186,7 +186,8 @@ def _following(total: int) -> str:
     who = "She" if name == "Ann" else "He"
     steps = [f"{rng.choice(['buys', 'finds', 'wins'])} {rng.randint(10, 49)}" for _ in range(3)]
     # with the first words of a solution, or the policy, which never saw two stories, would answer "#### N" at once
-    return f"\n{name} has {total} {item}. {who} {', '.join(steps)}. How many {item} does {name} have now?\n{who} {steps[0]}:"
+    question = f"{name} has {total} {item}. {who} {', '.join(steps)}. How many {item} does {name} have now?"
+    return f"\n{question}\n{who} {steps[0]}:"
 
 
 def tell(total: int) -> str:

@@ -1,4 +1,4 @@
-"""reusing(GRPOTrainer) with single turns: only the time changes, noise is new, and TRL's options hold or are refused."""
+"""reusing(GRPOTrainer), single turns: only the time changes, noise is new, and TRL's options hold or are refused."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ def test_several_turns_on_a_server_need_one_process(idle, monkeypatch):
         monkeypatch.setattr(idle.trainer.args, name, value)
     monkeypatch.setattr(type(idle.trainer.args), "world_size", 2)
     check_args(idle.trainer.args, {})
-    with pytest.raises(RolloutError, match="tools.*Use vllm_mode='colocate'"):
+    with pytest.raises(RolloutError, match=r"tools.*Use vllm_mode='colocate'"):
         check_args(idle.trainer.args, {"tools": [tell]})
 
 

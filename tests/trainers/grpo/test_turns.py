@@ -14,6 +14,14 @@ from tests.trainers.grpo.scripts import Run, assert_equal, make_conversations, t
 EPOCHS = {"num_train_epochs": 2}
 
 
+def both(folder, **options) -> list[Run]:
+    """The same script with drafts and without."""
+    return [
+        train(folder / acceptance, RolloutConfig(acceptance=acceptance), None, make_conversations, **options)
+        for acceptance in ("exact", "off")
+    ]
+
+
 @pytest.fixture(scope="module")
 def drafted(tmp_path_factory) -> Run:
     """Three epochs of conversations with tools, with a control step every second batch."""
@@ -49,8 +57,8 @@ def test_other_ways_to_several_turns_are_those_without_drafts(tools, tmp_path):
 
 @pytest.mark.slow
 def test_reuse_is_logged_by_turn_and_measured_on_control_steps(drafted):
-    for turn, values in enumerate(zip(*(drafted.logged(f"spec/reused_ratio_turn{i}") for i in range(3)), strict=True)):
-        assert 0 <= min(values), turn
+    for turn in range(3):
+        assert max(drafted.logged(f"spec/reused_ratio_turn{turn}")) > 0.25, turn
     shares = drafted.logged("spec/reused_ratio")
     expected = [b.accepted / sum(map(len, b.tokens)) for b in drafted.batches]
     assert shares == pytest.approx(expected)
@@ -64,11 +72,7 @@ def test_reuse_is_logged_by_turn_and_measured_on_control_steps(drafted):
 @pytest.mark.slow
 @pytest.mark.parametrize("cap", [100, 122, 185])
 def test_a_budget_that_ends_within_a_turn_or_a_tool_result_changes_nothing(cap, tmp_path):
-    options = {"max_completion_length": cap, "max_tool_calling_iterations": 3, **EPOCHS}
-    runs = [
-        train(tmp_path / acceptance, RolloutConfig(acceptance=acceptance), None, make_conversations, **options)
-        for acceptance in ("exact", "off")
-    ]
+    runs = both(tmp_path, max_completion_length=cap, max_tool_calling_iterations=3, **EPOCHS)
     assert_equal(*runs)
     lengths = runs[0].logged("completions/max_length")
     assert max(lengths) <= cap
