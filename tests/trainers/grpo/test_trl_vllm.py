@@ -80,8 +80,8 @@ class serving:
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / "log"
         self.command = [*command, *f"--model {TINY_PATH} --served-model-name tiny --port {port}".split()]
-        self.command += "--host 127.0.0.1 --dtype float32 --enforce-eager --block-size 32".split()
-        self.command += "--max-model-len 900 --max-num-batched-tokens 2048".split()
+        self.command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--block-size", "32"]
+        self.command += ["--max-model-len", "900", "--max-num-batched-tokens", "2048"]
         self.environment = ENVIRONMENT | environment
 
     def __enter__(self) -> str:
