@@ -23,6 +23,7 @@ from specrl.rollout.speculative import Domain, SpeculativeRollout
 from specrl.rollout.types import Completion, RolloutError, Row
 from specrl.trainers.grpo.conversations import Conversation, begin, match
 from specrl.trainers.grpo.limits import INSTALL, check_args, check_config, check_seam, check_trainer
+from specrl.trainers.grpo.tools import ToolResults
 from specrl.trainers.grpo.turns import Turn, control_metrics, turn_metrics
 from specrl.trainers.grpo.vllm import TRLEngine, check_server, keyed_vllm
 from specrl.trainers.weights import check_shared
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 STATE = "specrl"
 """Key of the counts that a resumed run needs in the trainer's state."""
+RESULTS = "tools.json"
+"""File of a checkpoint with the results of deterministic tools."""
 
 
 def reusing(trainer_class: TrainerClass, config: RolloutConfig | None = None) -> TrainerClass:
@@ -76,15 +79,18 @@ class _Reusing:
     specrl: Reuse
 
     def __init__(self, *args: Any, **options: Any):
-        given = inspect.signature(super().__init__).bind(*args, **options).arguments
-        arguments = given.get("args")
-        if arguments is not None:
+        bound = inspect.signature(super().__init__).bind(*args, **options)
+        given = bound.arguments
+        if (arguments := given.get("args")) is not None:
             check_args(arguments, given)
             check_server(arguments)
+        results = ToolResults()
+        if tools := given.get("tools"):
+            given["tools"] = [results.wrap(tool) for tool in tools]
         with keyed_vllm():
-            super().__init__(*args, **options)
+            super().__init__(*bound.args, **bound.kwargs)
         trainer: Any = self
-        self.specrl = Reuse(trainer, self.specrl_config)
+        self.specrl = Reuse(trainer, self.specrl_config, results)
         trainer.add_callback(SaveTrajectories(self.specrl))
 
     def _generate(self, prompts: list) -> Any:
@@ -112,11 +118,13 @@ class Reuse:
     Args:
         trainer: built by TRL.
         config: options of reuse.
+        results: of its deterministic tools.
     """
 
-    def __init__(self, trainer: Any, config: RolloutConfig):
+    def __init__(self, trainer: Any, config: RolloutConfig, results: ToolResults):
         check_trainer(trainer)
         self.trainer = trainer
+        self.results = results
         self.config = replace(
             config,
             group_size=trainer.num_generations,
@@ -198,7 +206,8 @@ class Reuse:
             entries = [entry for turn in self.turns for entry in turn.entries(rollout)]
             with self.turns[0].batch.charge_store():
                 rollout.cache.merge(gather_object(entries))
-        metrics = turn_metrics(self.turns)
+        self.results.merge(result for part in gather_object([self.results.take_new()]) for result in part)
+        metrics = turn_metrics(self.turns) | self.results.take_metrics()
         if training:
             self._batches += 1
             every = self.config.measure_every
@@ -261,9 +270,11 @@ class Reuse:
         state = trainer.state.stateful_callbacks.get(STATE, {})
         self._visits |= {name: Visits(counts) for name, counts in state.get("visits", {}).items()}
         self._batches = state.get("batches", 0)
+        home = _home(trainer.args, trainer.state)
+        self.results.load(home / RESULTS)
         if (cache := self.rollout.cache) is not None:
             self.rollout.cache = load(
-                _home(trainer.args, trainer.state),
+                home,
                 cache.fingerprint,
                 cache.vocab_size,
                 cache.eos_ids,
@@ -284,6 +295,7 @@ class SaveTrajectories(TrainerCallback):
         elsewhere = not home.parent.is_dir()  # a hyperparameter search saves to other directories
         if cache is not None and state.is_world_process_zero and not elsewhere:
             cache.save(home, state.global_step, self._reuse.config.cache.on_write_error)
+            self._reuse.results.save(home / RESULTS)
 
 
 def _home(args: TrainingArguments, state: TrainerState) -> Path:

@@ -179,7 +179,7 @@ def assert_equal(drafted: Run, plain: Run) -> None:
     assert all(torch.equal(tensor, weights[name]) for name, tensor in drafted.weights.items())
 
 
-def _following(total: int) -> str:
+def following(total: int) -> str:
     """The next part of the story: a problem of the policy's kind, decided by the number alone."""
     rng = random.Random(total)
     name, item = rng.choice(["Tom", "Ann", "Sam"]), rng.choice(["apples", "pens", "coins"])
@@ -198,7 +198,7 @@ def tell(total: int) -> str:
 
     Returns: how the story goes on.
     """
-    return _following(total)
+    return following(total)
 
 
 async def later(total: int) -> str:
@@ -209,7 +209,7 @@ async def later(total: int) -> str:
 
     Returns: how the story goes on.
     """
-    return _following(total)
+    return following(total)
 
 
 later.__name__ = "tell"
@@ -230,7 +230,7 @@ class Story:
         Returns: how the story goes on.
         """
         self.totals.append(total)
-        return _following(total + len(self.totals)) if len(self.totals) < 3 else "\n"
+        return following(total + len(self.totals)) if len(self.totals) < 3 else "\n"
 
     def get_reward(self) -> float:
         return float(bool(self.totals) and self.totals[0] == self.answer) + 0.1 * len(self.totals)

@@ -24,6 +24,7 @@ from specrl.rollout.types import RolloutError
 from specrl.tiny import load_tiny
 from specrl.trainers.grpo.limits import check_args
 from specrl.trainers.grpo.reusing import STATE, Reuse
+from specrl.trainers.grpo.tools import ToolResults
 from tests.runs import by_two_processes
 from tests.trainers.grpo.scripts import A, B, Run, assert_equal, make, tell, train
 
@@ -378,7 +379,7 @@ def refused(run: Run, words: str) -> None:
 
 def taken(run: Run) -> None:
     """What is done once the trainer has been built."""
-    Reuse(run.trainer, RolloutConfig())
+    Reuse(run.trainer, RolloutConfig(), ToolResults())
 
 
 def test_control_values_that_ask_for_nothing_are_taken(idle, monkeypatch):

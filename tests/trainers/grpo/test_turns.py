@@ -131,7 +131,7 @@ def test_control_a_key_of_the_context_changes_with_what_a_tool_answers(monkeypat
         with monkeypatch.context() as patch:
             if fault:
                 patch.setattr(Conversation, "row", with_context)
-            patch.setattr("tests.trainers.grpo.scripts._following", lambda total: answer)
+            patch.setattr("tests.trainers.grpo.scripts.following", lambda total: answer)
             run = train(tmp_path, script=make_conversations, max_steps=1)
         return run.batches[0].turns[1].batch.keys
 
