@@ -22,9 +22,9 @@ from specrl.rollout.speculative import Domain, SpeculativeRollout
 from specrl.rollout.types import Completion, RolloutError, Row
 from specrl.trainers.grpo.conversations import Conversation, begin, match
 from specrl.trainers.grpo.limits import INSTALL, check_trainer
-from specrl.trainers.grpo.tools import ToolResults
 from specrl.trainers.grpo.turns import Turn, control_metrics, turn_metrics
 from specrl.trainers.grpo.vllm import TRLEngine
+from specrl.trainers.tools import ToolResults
 from specrl.trainers.weights import check_shared
 
 STATE = "specrl"

@@ -9,8 +9,8 @@ from specrl.rollout.config import RolloutConfig
 from specrl.rollout.types import RolloutError
 from specrl.trainers.grpo.limits import check_args, check_config, check_seam
 from specrl.trainers.grpo.reuse import Reuse, SaveTrajectories
-from specrl.trainers.grpo.tools import ToolResults
 from specrl.trainers.grpo.vllm import check_server, keyed_vllm
+from specrl.trainers.tools import ToolResults
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer, RLOOTrainer

@@ -24,7 +24,7 @@ from specrl.rollout.types import RolloutError
 from specrl.tiny import load_tiny
 from specrl.trainers.grpo.limits import check_args
 from specrl.trainers.grpo.reuse import STATE, Reuse
-from specrl.trainers.grpo.tools import ToolResults
+from specrl.trainers.tools import ToolResults
 from tests.runs import by_two_processes
 from tests.trainers.grpo.scripts import A, B, Run, assert_equal, make, tell, train
 

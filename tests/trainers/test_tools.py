@@ -10,7 +10,7 @@ import pytest
 from transformers.utils import get_json_schema
 
 from specrl.rollout.config import RolloutConfig
-from specrl.trainers.grpo.tools import LONGEST, ToolResults
+from specrl.trainers.tools import LONGEST, ToolResults
 from tests.trainers.grpo import scripts
 from tests.trainers.grpo.scripts import assert_equal, make_conversations, train
 

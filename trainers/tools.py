@@ -1,4 +1,4 @@
-"""Results of deterministic tools under TRL: a call that came before has its result at once."""
+"""Results of deterministic tools: a call that came before has its result at once."""
 
 from __future__ import annotations
 
