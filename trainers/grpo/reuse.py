@@ -145,7 +145,9 @@ class Reuse:
         if isinstance(engine, TRLEngine):
             engine.reset_cache()
         exact_bits = trainer.model.dtype == torch.float32 and trainer.accelerator.device.type == "cpu"
-        strict = exact_bits and not trainer.use_vllm and trainer.accelerator.mixed_precision == "no"
+        keeps_all_tokens = (self.config.top_p, self.config.top_k) == (1.0, 0)  # else rounding can change which are kept
+        same_numerics = not trainer.use_vllm and trainer.accelerator.mixed_precision == "no"
+        strict = exact_bits and keeps_all_tokens and same_numerics
         with self._autocast():
             return control_metrics(self.rollout, self.turns, strict=strict)
 
