@@ -57,7 +57,7 @@ def console() -> list[str]:
     """The end of what `make train` prints, without its table."""
     lines = load("train")["result"]["printed"]
     starts = ("Step 128/", "Eval at step 128", "Speedup of", "reward:")
-    return ["```", *(line for line in lines if line.startswith(starts)), "```"]
+    return ["```", *(line for line in lines if line.startswith(starts)), "```", f"({source('train')})"]
 
 
 LATER = "rollout, from epoch 2 on"
@@ -106,7 +106,7 @@ def savings() -> list[str]:
         ("64 rows, drafts that are never right", "the same", useless(), "bench"),
     ]
     cells = [(*row[:3], source(row[3])) for row in rows]
-    return tables.markdown(("setting (2 CPU cores, no GPU)", "baseline", "speedup", "commit, file"), cells)
+    return tables.markdown(("setting", "baseline", "speedup", "commit, file"), cells)
 
 
 KINDS = {"whole-runs": "paired", "ppo": "measured"}
