@@ -1,7 +1,7 @@
 """What drafts save in each turn of conversations with a tool, under TRL: `python -m benchmarks.turns [mode=colocate]`.
 
-Trains the embedded tool policy by `reusing(GRPOTrainer)`, once without drafts and once with them, and compares tokens and
-weights. Then it trains with a tool that takes some time, with its results kept and without.
+Trains the embedded tool policy by `reusing(GRPOTrainer)`, without drafts and with them, and compares tokens and weights.
+Then it trains with a tool that takes some time, with its results kept and without.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from datasets import Dataset
+from specrl.run.tools import calculate, solved
 
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
@@ -24,7 +25,6 @@ from specrl.rollout.config import RolloutConfig
 from specrl.rollout.sections import doc
 from specrl.run.machine import machine
 from specrl.run.tasks import arithmetic
-from specrl.run.tools import calculate, solved
 from specrl.tiny import TOOLS_PATH, load_tiny_tools
 from specrl.trainers.grpo.turns import Turn
 

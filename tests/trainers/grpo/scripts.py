@@ -141,7 +141,6 @@ def make_conversations(folder, config: RolloutConfig | None = None, tools="tools
 def build(folder, config, kind: str, options: dict[str, Any], **given) -> Run:
     torch.manual_seed(0)
     model, tokenizer = load_tiny()
-    tokenizer = given.pop("processing_class", tokenizer)
     if "tools" in given or "environment_factory" in given:
         tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSE
     common = {"learning_rate": 1e-4, "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no"}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator, DistributedType
+from datasets import Dataset
 from transformers import ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 
@@ -48,10 +49,10 @@ def uninterrupted(tmp_path_factory) -> Run:
     return train(tmp_path_factory.mktemp("whole"), **SCRIPT)
 
 
-@pytest.fixture(scope="module")
-def idle(tmp_path_factory) -> Run:
+@pytest.fixture
+def idle(tmp_path) -> Run:
     """A trainer that has not been trained."""
-    return make(tmp_path_factory.mktemp("idle"))
+    return make(tmp_path)
 
 
 # No effect but on time -------------------------------------------------------------------------------------------
@@ -431,9 +432,10 @@ def test_another_trl_is_refused_with_the_version_that_works():
         reusing(OtherTRL)
 
 
-def test_a_trl_that_generates_elsewhere_is_refused_at_its_first_batch(idle):
-    trainer_class = reusing(WithoutSeam)
-    trainer = idle.trainer
-    trainer.specrl.turns = []
+def test_a_trl_that_generates_elsewhere_is_refused_at_its_first_batch(tmp_path):
+    model, tokenizer = load_tiny()
+    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    data = Dataset.from_list([{"prompt": A}])
+    trainer = reusing(WithoutSeam)(model, reward_funcs=len, args=args, train_dataset=data, processing_class=tokenizer)
     with pytest.raises(RolloutError, match=r"trl==1\.16\.0"):
-        trainer_class._generate(trainer, [A])
+        trainer._generate([A])

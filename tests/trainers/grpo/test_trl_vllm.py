@@ -49,7 +49,7 @@ def check(both: dict, turns: int) -> None:
     assert len(set(exact["keys"])) == len(exact["keys"])
     assert not any(off["accepted"])
     assert exact["accepted"][-1] > 0
-    assert exact["passes"][-1] < off["passes"][-1] / 2, "the last visit takes less than half of the steps"
+    assert exact["passes"][-1] < 0.7 * off["passes"][-1], "the last visit takes fewer steps of the engine"
     assert exact["spec/flips_per_1k"] == [0.0] * len(exact["spec/speedup"])
     assert max(exact["gap"], default=0) < 1e-3, "vLLM has the trainer's weights, up to rounding"
 

@@ -2,7 +2,8 @@
 
     python -m tests.trainers.grpo.vllm_script OUT MODE KIND [URL]
 
-MODE: colocate or server. KIND: single, rloo, tools, async or environment.
+MODE: colocate or server. KIND: single, rloo, tools, async or environment. The colocated engine computes in float32, so
+that its log-probs can be compared with the trainer's; with rloo in bfloat16, as TRL starts it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ import sys
 from pathlib import Path
 
 from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.vllm import colocated
 from tests.trainers.grpo.scripts import Run, make, make_conversations, train
+
+
+class Float32LLM(colocated.KeyedLLM):
+    def __init__(self, **options):
+        super().__init__(**options, dtype="float32")
 
 
 def main(out: str, mode: str, kind: str, url: str = "") -> None:
@@ -21,6 +28,8 @@ def main(out: str, mode: str, kind: str, url: str = "") -> None:
         options["vllm_server_base_url"] = url
     else:
         options |= {"vllm_max_model_length": 900, "vllm_gpu_memory_utilization": 0.1}
+    if kind != "rloo":
+        colocated.KeyedLLM = Float32LLM
     if kind in ("single", "rloo"):
         options |= {"kind": "rloo" if kind == "rloo" else "grpo", "max_completion_length": 100}
         script = make
