@@ -1,6 +1,6 @@
 """What drafts save in each turn of conversations with a tool, under TRL: `python -m benchmarks.turns [mode=colocate]`.
 
-Trains the embedded tool policy by `reusing(GRPOTrainer)`, without drafts and with them, and compares tokens and weights.
+Trains the embedded tool policy by `reusing(GRPOTrainer)` without drafts and with them, and compares tokens and weights.
 Then it trains with a tool that takes some time, with its results kept and without.
 """
 

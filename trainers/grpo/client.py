@@ -61,7 +61,7 @@ class KeyedClient(VLLMClient):
             values[name] = values.get(name, 0) + int(float(value))
         return acceptance_counts(values)
 
-    def generate(self, prompts: list, **options: Any) -> dict[str, Any]:
+    def generate(self, prompts: list, **options: Any) -> dict[str, Any]:  # type: ignore[override]  # TRL names all
         """As VLLMClient.generate; with `rows`, each prompt is a request with a key of its own."""
         rows = self.rows
         if rows is None:
@@ -76,7 +76,7 @@ class KeyedClient(VLLMClient):
 
         with ThreadPoolExecutor(max_workers=min(CONCURRENT, len(prompts))) as pool:
             parts = list(pool.map(send, range(len(prompts))))
-        return {name: [row for part in parts for row in part[name]] for name in parts[0]}
+        return {name: _joined([part[name] for part in parts]) for name in parts[0]}
 
     # Weights, for servers that take them as files -------------------------------------------------------------------
 
@@ -106,3 +106,8 @@ class KeyedClient(VLLMClient):
             self._finish_weight_update()
         finally:
             shutil.rmtree(folder)
+
+
+def _joined(columns: Sequence[list | None]) -> list | None:
+    """The rows of several answers; None where the server was asked for none."""
+    return None if columns[0] is None else [row for column in columns for row in column or ()]

@@ -74,7 +74,7 @@ def match(conversations: Sequence[Conversation], prompts: Sequence[Sequence[int]
         RolloutError: a prompt continues none, or they come in another order.
     """
     rest = iter(conversations)
-    matched = []
+    matched: list[Conversation] = []
     for ids in prompts:
         conversation = next((conversation for conversation in rest if conversation.begins(ids)), None)
         if conversation is None:

@@ -15,7 +15,8 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from specrl.rollout.build import build_engine
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache, load
 from specrl.rollout.config import RolloutConfig
-from specrl.rollout.engines.base import Engine, EngineSpec
+from specrl.rollout.engines.base import EngineSpec
+from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.keys import Visits
 from specrl.rollout.reduction import Metric, merged
 from specrl.rollout.speculative import Domain, SpeculativeRollout
@@ -56,6 +57,8 @@ class Reuse:
         )
         self._rollout: SpeculativeRollout | None = None
         self._visits = {"rollout": Visits(), "evaluation": Visits()}
+        self._context = 0
+        """Most tokens of a prompt and its response, once the engine is open."""
         self._batches = 0
         """Training batches so far, which decide about control steps."""
         self._resumed = False
@@ -156,7 +159,7 @@ class Reuse:
         cap = self.config.max_new_tokens
         if turn:
             used = len(ids) - conversation.prompt_tokens
-            cap = max(0, min(cap - used, self.rollout.engine.context - len(ids)))
+            cap = max(0, min(cap - used, self._context - len(ids)))
         return conversation.row(ids, turn, cap)
 
     def _autocast(self) -> Any:
@@ -168,14 +171,17 @@ class Reuse:
     def _open(self) -> SpeculativeRollout:
         trainer, config = self.trainer, self.config
         eos_ids = frozenset(trainer.eos_token_ids)
-        engine: Engine
+        engine: TRLEngine | TransformersEngine
         if trainer.use_vllm:
             engine = TRLEngine(trainer, eos_ids)
         else:
             check_shared(False, trainer.accelerator)
             model = trainer.accelerator.unwrap_model(trainer.model)
             with self._autocast():
-                engine = build_engine(EngineSpec(eos_ids=eos_ids, rollout=config), model)
+                built = build_engine(EngineSpec(eos_ids=eos_ids, rollout=config), model)
+            assert isinstance(built, TransformersEngine), "check_config refuses other engines"
+            engine = built
+        self._context = engine.context
         cache = TrajectoryCache(Fingerprint(), engine.vocab, eos_ids, max_mb=config.cache.max_mb)
         return SpeculativeRollout(engine, cache, config, trainer.args.seed)
 

@@ -72,7 +72,7 @@ class TRLEngine:
         """TRL sends the weights of this step, once."""
         trainer = self._trainer
         if trainer.state.global_step != trainer._last_loaded_step:
-            if not self._server and self._vllm.reloads_layers:
+            if not self._server and self._vllm is not None and self._vllm.reloads_layers:
                 self._vllm.reload(self._generation._iter_named_params())
             else:
                 self._generation.sync_weights()
@@ -99,7 +99,7 @@ class TRLEngine:
         for i, request in enumerate(requests):
             drafter = request.drafter
             stored: list[tuple[int, ...]] = []
-            own = ()
+            own: tuple[int, ...] = ()
             shared = i
             if isinstance(drafter, SuffixDrafter):
                 shared = id(drafter.texts)

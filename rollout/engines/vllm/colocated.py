@@ -32,8 +32,9 @@ class KeyedLLM(LLM):
     """Key, drafts and cap of each prompt of the next `generate`; None: its sampling params are those of vLLM."""
 
     def __init__(self, **options: Any):
-        platform = {"block_size": CPU_BLOCK, "enforce_eager": True} if current_platform.is_cpu() else {}
-        super().__init__(**options, **platform, **deepcopy(engine_args()), disable_log_stats=False)
+        platform: dict[str, Any] = {"block_size": CPU_BLOCK, "enforce_eager": True} if current_platform.is_cpu() else {}
+        platform |= deepcopy(engine_args())
+        super().__init__(**options, **platform, disable_log_stats=False)
 
     def generate(self, prompts: Any, sampling_params: Any = None, **options: Any) -> list:
         """As LLM.generate; with `rows`, every prompt has the sampling params and a key of its own."""
