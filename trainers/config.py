@@ -11,12 +11,12 @@ from specrl.rollout.sections import doc
 
 @dataclass
 class DrafterConfig:
-    train: bool = doc(False, "train rollout.drafter along with the policy, on hidden states of the policy's update")
+    train: bool = doc(False, "train rollout.drafter along with the policy, on hidden states of its update")
     objective: Literal["forward_kl", "tvd"] = doc("tvd", "distance of the drafter from the policy that is minimised")
     learning_rate: float = doc(1e-4, "AdamW learning rate")
     interval: int = doc(1, "optimiser steps from one round of co-training to the next", low=1)
     share: float = doc(0.03, "share of each rollout's tokens to train on, prompts included", high=1)
-    updates: int = doc(4, "maximum gradient steps per round, which limits the tokens that are kept for it", low=1)
+    updates: int = doc(4, "maximum gradient steps per round", low=1)
     tokens_per_update: int = doc(1024, "maximum tokens per gradient step, prompts included", low=1)
     patience: int = doc(20, "stop co-training that cost more time than it saved in this many rollouts; 0 is never")
 
@@ -24,11 +24,11 @@ class DrafterConfig:
 @dataclass
 class CriticConfig:
     model: Literal["head", "separate"] = doc(
-        "head", "head: one more output of the policy; separate: a transformer that is initialised from the policy"
+        "head", "head: one more output of the policy; separate: a transformer initialised from it"
     )
     learning_rate: float = doc(1e-5, "AdamW learning rate of the head or of the separate critic")
-    clip: float = doc(0.2, "clip range of the value around its value before the update; 0 is off")
-    loss_weight: float = doc(0.1, "weight of the value loss, which also trains the policy's layers below a head")
+    clip: float = doc(0.2, "clip range around the value before the update; 0 is off")
+    loss_weight: float = doc(0.1, "weight of the value loss, which also trains the layers below a head")
 
 
 @dataclass
@@ -70,13 +70,13 @@ class TrainerConfig:
     mask_truncated: bool = doc(False, "exclude truncated responses from the loss (DAPO's overlong filtering)")
     overlong_buffer: int | Literal["auto"] = doc(
         "auto",
-        "DAPO's soft overlong punishment: tokens before the length limit over which the penalty grows to 1; 0 is off; "
-        "auto: a fifth of the limit for dapo, else off",
+        "DAPO's soft overlong punishment: tokens before the length limit over which it grows to 1; 0 is off; auto: a "
+        "fifth of the limit for dapo, else off",
     )
     refills: int | Literal["auto"] = doc(
         "auto",
-        "DAPO's dynamic sampling: how often a step may sample further prompts to replace groups with equal rewards "
-        "(before the overlong penalty); 0 is off; auto: 10 for dapo, else off",
+        "DAPO's dynamic sampling: rounds of further prompts that a step may sample to replace groups with equal "
+        "rewards; 0 is off; auto: 10 for dapo, else off",
         only="grpo",
     )
     max_grad_norm: float = doc(1.0, "gradient norm to clip to")
@@ -86,25 +86,25 @@ class TrainerConfig:
     )
     correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = doc(
         "token_truncate",
-        "importance weights p_trainer/p_rollout for lossy acceptance or an engine with other numerics; none trains as "
-        "if on-policy",
+        "importance weights p_trainer/p_rollout for lossy acceptance or an engine with other numerics",
     )
     correction_cap: float = doc(2.0, "largest weight (truncate), or largest ratio that is not masked (mask)", low=1)
     precision: Literal["fp32", "bf16", "pure_bf16"] = doc(
         "fp32",
-        "bf16: fp32 weights and optimiser, bf16 autocast, and a bf16 copy for rollouts; pure_bf16: also bf16 weights, "
-        "which hardly move at small learning rates",
+        "bf16: fp32 weights and optimiser, bf16 autocast, a bf16 copy for rollouts; pure_bf16: bf16 weights too, which "
+        "hardly move at small learning rates",
     )
     gradient_checkpointing: bool = doc(False, "recompute activations in backward, to save memory", resume="free")
     save_every: int = doc(0, "steps from one checkpoint to the next; 0 saves only at the end", resume="free")
     keep_checkpoints: int = doc(2, "number of newest checkpoints to keep", low=1, resume="free")
-    eval_every: int = doc(0, "steps between evaluations on the test split; 0: before and after training", resume="free")
+    eval_every: int = doc(
+        0, "steps between evaluations on the test split; 0: only before and after training", resume="free"
+    )
     eval_prompts: int = doc(64, "prompts of the test split per evaluation; 0 skips evaluation", resume="free")
     log_completions: int = doc(2, "completions shown on the console each time; 0 shows none", resume="free")
     log_completions_every: int = doc(
         10,
-        "steps from one console sample and file in completions/ to the next; the first and the last step always write "
-        "the file",
+        "steps between console samples and between files in completions/; the first and last step always write one",
         low=1,
         resume="free",
     )
