@@ -21,7 +21,7 @@ from specrl.rollout.sections import (
 
 @dataclass
 class RolloutConfig:
-    engine: Literal["transformers", "vllm"] = doc("transformers", "inference engine that generates the responses")
+    engine: Literal["transformers", "vllm"] = doc("transformers", "inference engine")
     acceptance: Literal["exact", "off", "lenient", "judged", "routed"] = doc(
         "exact",
         "which draft tokens are accepted. exact: those that plain decoding would sample; off: no drafts. Lossy rules: "
@@ -61,10 +61,10 @@ class RolloutConfig:
         "head, for co-training. engine=vllm: a directory, which drafts for all rows (runner v2)",
         resume="drafts",
     )
-    rows_per_batch: int = doc(256, "most rows decoded at once; fewer if their KV does not fit", low=1, resume="free")
+    rows_per_batch: int = doc(256, "most rows decoded at once; fewer if memory is short", low=1, resume="free")
     tokens_per_pass: int = doc(4096, "maximum tokens of a forward pass, which limits its memory", low=1, resume="free")
     logits_mb: int = doc(256, "memory for logits and noise in MB; larger passes are split", low=1, resume="free")
-    tie_margin: float = doc(1e-4, "score gap of two tokens below which a canonical pass decides (fp32); 0 is off")
+    tie_margin: float = doc(1e-4, "score gap below which a separate pass decides between two tokens (fp32); 0 is off")
     measure_every: int = doc(
         10,
         "every N rollouts also decode without drafts under the same keys, to compare tokens and measure spec/speedup; "

@@ -22,7 +22,7 @@ class DatasetConfig:
     answer_column: str = doc("", "column of the reference answer; empty tries the usual names")
     level: Literal["easy", "medium", "hard", "mixed"] = doc("mixed", "difficulty of data=arithmetic")
     system_prompt: str = doc("", "system message before each question; empty sends none")
-    prompt_template: str = doc("", "text around each question, which replaces {prompt}; empty adds nothing")
+    prompt_template: str = doc("", "text in which each question replaces {prompt}; empty adds nothing")
     chat_template: Literal["auto", "on", "off"] = doc(
         "auto",
         "the tokenizer's chat template. auto: apply it if there is one; on: require one; off: never apply it, as for "
@@ -53,23 +53,23 @@ class LoraConfig:
 
 @dataclass
 class ReportConfig:
-    baseline: str = doc("", "run directory to compare with; empty compares with the run's control steps")
+    baseline: str = doc("", "run directory to compare with; empty compares with control steps")
     plots: bool = doc(True, "draw report.png if matplotlib is installed")
     trackers: list[str] = doc([], "also log every step to tensorboard, trackio or wandb")
 
 
 @dataclass
 class Config:
-    name: str = doc("", "name of the run and its directory; by default that of the config file")
+    name: str = doc("", "name of the run and its directory; by default the config's")
     output_dir: str = doc("outputs", "directory of the run directories", resume="free")
     seed: int = doc(0, "seed of weights, data order and rollout noise", high=2**32 - 1)
     resume: Literal["no", "auto"] = doc(
-        "no", "auto: continue from the newest checkpoint of this name, or start the run", resume="free"
+        "no", "auto: continue from the newest checkpoint of this name, if there is one", resume="free"
     )
     model: str = doc("tiny", "policy: tiny (included, no download), a hub id or a local directory")
     tokenizer: str = doc("", "hub id or local directory; empty uses the model's")
-    trust_remote_code: bool = doc(False, "allow the model repository to run its own Python code")
-    revision: str = doc("", "branch, tag or commit of the model on the hub; empty uses its default")
+    trust_remote_code: bool = doc(False, "allow the model repository to run its code")
+    revision: str = doc("", "branch, tag or commit of the model on the hub")
     device: str = doc("auto", "auto, cpu, cuda or cuda:N", resume="free")
     data: str = doc(
         "arithmetic", "arithmetic (generated), gsm8k, math500, a hub id, a .jsonl/.parquet file or directory"
