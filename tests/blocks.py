@@ -1,24 +1,16 @@
-"""The fenced blocks of the pages: which commands run in a test, which are only parsed, and why."""
+"""The fenced blocks of the pages: which commands run in tests/integration/test_examples.py, which do not, and why.
+
+That the options of all of them are legal is tested by tests/specrl/test_promises.py.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import re
-import runpy
-import shlex
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
-from unittest import mock
-
-from specrl.config import load as cli
-from specrl.config import options
-from specrl.config.help import COMMANDS
-from specrl.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -42,7 +34,7 @@ NOT_RUN = {
     "accelerate launch ": "needs several GPUs; tests/integration/test_sharded.py runs two processes",
     "python -m specrl.report run=outputs/ray_grpo_math ": "needs the run of the line before it, which is not trained",
 }
-"""Beginnings of commands that no test can run, with the reason. What they start of specrl is parsed."""
+"""Beginnings of commands that no test can run, with the reason."""
 DRY_RUN = {
     "config=grpo_math_vllm": "starting vLLM takes long; tests/integration/test_vllm.py trains with it",
     "config=ray_grpo_math": "starting Ray takes long; tests/integration/test_ray.py trains with it",
@@ -86,9 +78,9 @@ def commands(block: Block) -> list[str]:
 
 
 def treatment(block: Block, command: str) -> str:
-    """How a test handles a line of a block: run, dry run, shell, parse or printed; empty if nobody has decided."""
+    """What happens to a line of a block: run, dry run, shell, not run or printed; empty if nobody has decided."""
     if any(command.startswith(start) for start in NOT_RUN):
-        return "parse"
+        return "not run"
     if command.startswith(SHELL):
         return "shell"
     if command.startswith("python -m specrl."):
@@ -113,13 +105,6 @@ def unclassified(found: list[Block]) -> list[str]:
     return wrong
 
 
-def started(text: str) -> list[tuple[str, list[str]]]:
-    """The commands of specrl that a text names, as modules, each with its `key=value` words."""
-    word = r"'[\w.]+=[^'\n]*'|[\w.]+=[^\s`'\"|]*"
-    calls = re.findall(rf"-m (specrl\.[\w.]*\w)((?: +(?:{word}))*)", text.replace("\\\n", " "))
-    return [(module, shlex.split(words)) for module, words in calls if module != "specrl.config.help"]
-
-
 def source(block: Block) -> str:
     """The Python code of a block; of a patch, the script after it."""
     if block.language == "python":
@@ -137,43 +122,3 @@ def missing_names(code: str) -> list[str]:
     names = [(node.module or "", alias.name) for node in imports for alias in node.names]
     ours = [(module, name) for module, name in names if module.partition(".")[0] == "specrl"]
     return [f"{module}.{name}" for module, name in ours if not hasattr(importlib.import_module(module), name)]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """The arguments of `specrl.config.load.run` for a command: its function and its options."""
-
-    main: Any
-    schema: type
-    training: bool
-    words: Any
-
-    def run(self, words: list[str]) -> int:
-        return cli.run(self.main, words, self.schema, self.training, self.words)
-
-
-@cache
-def entry(module: str) -> Entry | None:
-    """What `python -m module` would run; None for a command without options, which has run then."""
-    entries: list[Entry] = []
-
-    def keep(main: Any, argv: Any = None, schema: type = Config, training: bool = True, words: Any = list) -> int:
-        entries.append(Entry(main, schema, training, words))
-        return 0
-
-    with mock.patch.object(cli, "run", keep), mock.patch("sys.argv", [module]), suppress(SystemExit):
-        runpy.run_module(module, run_name="__main__")
-    return entries[0] if entries else None
-
-
-def unknown_words(text: str) -> list[str]:
-    """Commands in a text that do not exist, and options that a command does not have."""
-    wrong = []
-    for module, words in started(text):
-        if module.removeprefix("specrl.") not in COMMANDS:
-            wrong.append(module)
-            continue
-        command = entry(module)
-        known = {*options.COMMAND_WORDS, *(options.options(command.schema) if command else ())}
-        wrong += [f"{module} {word}" for word in words if word.partition("=")[0] not in known]
-    return wrong

@@ -7,13 +7,14 @@ import runpy
 import shlex
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
 import specrl.train
 from specrl.config import load as cli
 from tests import runs
-from tests.blocks import DRY_RUN, NOT_RUN, PAGES, ROOT, blocks, commands, entry, source, started, treatment
+from tests.blocks import DRY_RUN, NOT_RUN, PAGES, ROOT, blocks, commands, source, treatment
 
 EXAMPLES = ROOT / "examples"
 SHORT = ["trainer.max_steps=1", "trainer.eval_prompts=2", "rollout.max_new_tokens=48", "report.plots=false"]
@@ -104,16 +105,17 @@ def execute(command, how):
         path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
         subprocess.run(command, shell=True, check=True, timeout=60, env={**os.environ, "PATH": path})
         return
-    ((module, words),) = started(command)
-    assert len(shlex.split(command)) == 3 + len(words), "every word after the module is key=value"
-    run = entry(module)
-    if run is None:  # as specrl.env, which has printed
-        return
+    _, _, module, *words = shlex.split(command)
     if how == "dry run":
         words.append("dry_run=true")
     elif not any(word.startswith(("config=list", "help=", "dry_run=")) for word in words):
         words += SMALL.get(module, "").split()
-    assert run.run(words) == 0, command
+    with mock.patch.object(sys, "argv", [module, *words]):
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            if end.code:
+                raise AssertionError(f"{command} ended with {end.code}") from end
 
 
 def lines(page):
