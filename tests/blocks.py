@@ -64,10 +64,18 @@ class Block:
     text: str
 
 
+FENCE = re.compile(r"^( *)```(.*)\n((?:.*\n)*?)\1```$", re.MULTILINE)
+
+
 def blocks(page: Path, text: str) -> list[Block]:
     """The fenced blocks of a page, without the indentation of the list item that they may belong to."""
-    fences = re.finditer(r"^( *)```(.*)\n((?:.*\n)*?)\1```$", text, re.MULTILINE)
+    fences = FENCE.finditer(text)
     return [Block(page, text.count("\n", 0, fence.start(3)), fence[2], dedent(fence[3])) for fence in fences]
+
+
+def indented(text: str) -> list[str]:
+    """First lines of code blocks by indentation, which have no language."""
+    return re.findall(r"^\n {4,}(\S.*)", FENCE.sub("", text), re.MULTILINE)
 
 
 def commands(block: Block) -> list[str]:

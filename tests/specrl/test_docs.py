@@ -12,7 +12,7 @@ import pytest
 from specrl.config import options
 from specrl.config.schema import Config
 from tests import runs
-from tests.blocks import PAGES, ROOT, Block, blocks, missing_names, source, unclassified
+from tests.blocks import PAGES, ROOT, Block, blocks, indented, missing_names, source, unclassified
 
 METRIC_PREFIXES = ("spec/", "timing_s/", "drafter/", "judge/", "cache/", "reward/")
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|root|tmp|work|Users|mnt|data)/\w")
@@ -174,6 +174,7 @@ def test_every_block_of_a_page_is_classified_and_names_what_exists(page):
     """Which of them run, and how, is in tests/blocks.py and tests/integration/test_examples.py."""
     found = blocks(page, read(page))
     assert unclassified(found) == []
+    assert indented(read(page)) == []
     scripts = [source(block) for block in found if block.language in ("python", "diff")]
     assert [name for script in scripts for name in missing_names(script)] == []
 
@@ -191,6 +192,7 @@ def test_planted_faults_in_blocks_are_found():
     assert wrong("text", "python -m specrl.train config=grpo_math\n") == ["python -m specrl.train config=grpo_math"]
     assert wrong("yaml", "rollout: 1\n") == ["line 1: yaml"]
     assert wrong("python", "x = 1\n") == ["line 1: python"], "this page's code is run by no test"
+    assert indented("a\n\n    ls\n\n```python\nif x:\n\n    y\n```\n") == ["ls"]
     assert blocks(page, "- a\n   ```sh\n   ls\n   ```\n") == [Block(page, 2, "sh", "ls\n")]
     assert missing_names("from specrl import ReuseRollouts, Nothing\nfrom specrl.session import ReuseSession") == [
         "specrl.Nothing"
