@@ -7,6 +7,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -106,11 +107,10 @@ def execute(command, how):
         subprocess.run(command, shell=True, check=True, timeout=60, env={**os.environ, "PATH": path})
         return
     _, _, module, *words = shlex.split(command)
-    if how == "dry run":
-        words.append("dry_run=true")
-    elif not any(word.startswith(("config=list", "help=", "dry_run=")) for word in words):
-        words += SMALL.get(module, "").split()
-    with mock.patch.object(sys, "argv", [module, *words]):
+    if not any(word.startswith(("config=list", "help=", "dry_run=")) for word in words):
+        words += ["dry_run=true"] if how == "dry run" else SMALL.get(module, "").split()
+    installed = mock.patch("specrl.run.preflight.find_spec", lambda name: name)
+    with mock.patch.object(sys, "argv", [module, *words]), installed if how == "dry run" else nullcontext():
         try:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         except SystemExit as end:
