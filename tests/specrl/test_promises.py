@@ -98,7 +98,7 @@ def filled(word, run=""):
 def commands(text):
     """(module, words) of every command of ours that a text shows."""
     text = re.sub(r"\\\n[#\s]*", " ", text)
-    found = re.findall(rf"python -m specrl\.(\w+)((?:\s+(?:WORDS|{WORD}))*)", text)
+    found = re.findall(rf"-m specrl\.(\w+)((?:\s+(?:WORDS|{WORD}))*)", text)
     return [(module, [w for w in shlex.split(said) if w != "WORDS"]) for module, said in found]
 
 
