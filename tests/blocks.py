@@ -45,7 +45,7 @@ DRY_RUN = {
 PYTHON = {
     "docs/extending.md": "run in order, as one script",
     "docs/adapters.md": "run with made-up answers of a server",
-    "docs/trl.md": "compiled, as they need a trainer; tests/trainers/grpo/test_hook.py trains with such scripts",
+    "docs/trl.md": "compiled, as they need a trainer; tests/trainers/grpo/test_reusing.py trains with such scripts",
     "README.md": "compiled, likewise",
 }
 """What a test does with the Python code and the patches of a page."""

@@ -57,7 +57,7 @@ def test_rollout_loop(script):
 
 
 def test_importing_specrl_silences_trls_warning_about_vllm():
-    lines = (EXAMPLES / "trl_three_lines.py").read_text().splitlines()
+    lines = (EXAMPLES / "trl_reusing.py").read_text().splitlines()
     imported = [line.split()[1] for line in lines if line.startswith("from ")]
     assert imported.index("specrl") < imported.index("trl"), "specrl silences what trl says when it is imported"
     said = "import warnings; warnings.warn('TRL currently supports vLLM versions from 0.22.0'); warnings.warn('other')"
@@ -67,8 +67,8 @@ def test_importing_specrl_silences_trls_warning_about_vllm():
 
 
 @pytest.mark.slow
-def test_trl_three_lines(script):
-    assert script("trl_three_lines.py")["reuse"].last.stats.accepted > 0
+def test_trl_reusing(script):
+    assert script("trl_reusing.py")["turn"].batch.stats.accepted > 0
 
 
 @pytest.mark.slow

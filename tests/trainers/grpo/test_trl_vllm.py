@@ -32,12 +32,16 @@ ENVIRONMENT = os.environ | {
 STARTS_WITHIN = 180  # seconds
 
 
-def runs(folder: Path, *words: str) -> dict:
-    """The runs that vllm_script.py compares."""
-    command = [sys.executable, "-m", "tests.trainers.grpo.vllm_script", str(folder), *words]
+TURNS = {"single": 1, "rloo": 1, "tools": 3, "async": 3, "environment": 3}
+"""Turns of the longest conversation of each script."""
+
+
+def runs(folder: Path, mode: str, *url: str) -> dict[str, dict]:
+    """The runs of vllm_script.py with drafts and without, by kind of script."""
+    command = [sys.executable, "-m", "tests.trainers.grpo.vllm_script", str(folder), mode, ",".join(TURNS), *url]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((folder / "runs.json").read_text())
+    return {kind: json.loads((folder / f"{kind}.json").read_text()) for kind in TURNS}
 
 
 def check(both: dict, turns: int) -> None:
@@ -54,13 +58,15 @@ def check(both: dict, turns: int) -> None:
     assert max(exact["gap"], default=0) < 1e-3, "vLLM has the trainer's weights, up to rounding"
 
 
-CASES = [("single", 1), ("rloo", 1), ("tools", 3), ("async", 3), ("environment", 3)]
+@pytest.fixture(scope="module")
+def colocated(tmp_path_factory) -> dict[str, dict]:
+    return runs(tmp_path_factory.mktemp("colocated"), "colocate")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "turns"), CASES)
-def test_colocated(kind, turns, tmp_path):
-    check(runs(tmp_path, "colocate", kind), turns)
+@pytest.mark.parametrize("kind", TURNS)
+def test_colocated(kind, colocated):
+    check(colocated[kind], TURNS[kind])
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +110,15 @@ class serving:
         self.process.wait(60)
 
 
+@pytest.fixture(scope="module")
+def served(server, tmp_path_factory) -> dict[str, dict]:
+    return runs(tmp_path_factory.mktemp("served"), "server", server)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "turns"), CASES)
-def test_served(kind, turns, server, tmp_path):
-    check(runs(tmp_path, "server", kind, server), turns)
+@pytest.mark.parametrize("kind", TURNS)
+def test_served(kind, served):
+    check(served[kind], TURNS[kind])
 
 
 @pytest.mark.long

@@ -1,6 +1,6 @@
 """Trains by TRL with vLLM, with drafts and without, and writes what was generated: a program of test_trl_vllm.py.
 
-    python -m tests.trainers.grpo.vllm_script OUT MODE KIND [URL]
+    python -m tests.trainers.grpo.vllm_script OUT MODE KIND,KIND,... [URL]
 
 MODE: colocate or server. KIND: single, rloo, tools, async or environment. The colocated engine computes in float32, so
 that its log-probs can be compared with the trainer's; with rloo in bfloat16, as TRL starts it.
@@ -22,26 +22,28 @@ class Float32LLM(colocated.KeyedLLM):
         super().__init__(**options, dtype="float32")
 
 
-def main(out: str, mode: str, kind: str, url: str = "") -> None:
+def main(out: str, mode: str, kinds: str, url: str = "") -> None:
+    keyed = colocated.KeyedLLM
+    for kind in kinds.split(","):
+        colocated.KeyedLLM = keyed if kind == "rloo" else Float32LLM
+        runs = {}
+        for acceptance in ("off", "exact"):
+            config = RolloutConfig(acceptance=acceptance, measure_every=3)
+            runs[acceptance] = summary(run(Path(out, kind, acceptance), config, mode, kind, url))
+        Path(out, f"{kind}.json").write_text(json.dumps(runs), encoding="utf-8")
+
+
+def run(folder: Path, config: RolloutConfig, mode: str, kind: str, url: str) -> Run:
+    """Three epochs of a script."""
     options = {"use_vllm": True, "vllm_mode": mode, "num_train_epochs": 3}
     if mode == "server":
         options["vllm_server_base_url"] = url
     else:
         options |= {"vllm_max_model_length": 900, "vllm_gpu_memory_utilization": 0.1}
-    if kind != "rloo":
-        colocated.KeyedLLM = Float32LLM
     if kind in ("single", "rloo"):
         options |= {"kind": "rloo" if kind == "rloo" else "grpo", "max_completion_length": 100}
-        script = make
-    else:
-        options |= {"tools": kind}
-        script = make_conversations
-    runs = {}
-    for acceptance in ("off", "exact"):
-        config = RolloutConfig(acceptance=acceptance, measure_every=3)
-        run = train(Path(out) / acceptance, config, None, script, **options)
-        runs[acceptance] = summary(run)
-    Path(out, "runs.json").write_text(json.dumps(runs), encoding="utf-8")
+        return train(folder, config, None, make, **options)
+    return train(folder, config, None, make_conversations, tools=kind, **options)
 
 
 def summary(run: Run) -> dict:
