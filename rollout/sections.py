@@ -66,7 +66,7 @@ class JudgedConfig:
     )
     path: str = doc("", "directory of the trained judge")
     threshold: float = doc(0.5, "by=kl: largest accepted KL in nats; a judge has its own threshold")
-    uncorrected: bool = doc(False, "allow trainer.correction=none, as if judged tokens were on-policy")
+    uncorrected: bool = doc(False, "allow correction=none, as if judged tokens were on-policy")
 
 
 @dataclass
@@ -82,7 +82,7 @@ class RoutedConfig:
     )
     separators: list[str] = doc(["\\n\\n"], "texts that end a reasoning step; \\n is a newline")
     max_step_tokens: int = doc(128, "longest draft step in tokens; the policy generates longer ones", low=1)
-    uncorrected: bool = doc(False, "allow trainer.correction=none, as if routed tokens were on-policy")
+    uncorrected: bool = doc(False, "allow correction=none, as if routed tokens were on-policy")
 
     def problems(self) -> Iterator[str]:
         """Messages for options of no use, with `<key>` for `key=value`."""

@@ -51,6 +51,8 @@ PYTHON = {
 """What a test does with the Python code and the patches of a page."""
 SHELL = ("cmp ", "python -c ")
 """Beginnings of commands that run as they are."""
+SHELL_LANGUAGES = ("", "sh", "bash")
+"""Languages of blocks of commands."""
 PRINTED = ("Step ", "Eval at step ", "Speedup of ", "reward: ", "draft ", "sampled ", "emitted ")
 """Beginnings of lines that a block without a language shows and nobody types."""
 
@@ -103,10 +105,10 @@ def unclassified(found: list[Block]) -> list[str]:
         if block.language in ("python", "diff"):
             known = block.page.relative_to(ROOT).as_posix() in PYTHON
         else:
-            known = block.language in ("", "sh", "text")
+            known = block.language in ("text", *SHELL_LANGUAGES)
         if not known:
             wrong.append(f"line {block.first_line}: {block.language}")
-        if block.language in ("", "sh"):
+        if block.language in SHELL_LANGUAGES:
             wrong += [line for line in commands(block) if not treatment(block, line)]
         elif block.language == "text":
             wrong += [line for line in commands(block) if line.startswith("python ") or treatment(block, line)]

@@ -15,7 +15,7 @@ import pytest
 import specrl.train
 from specrl.config import load as cli
 from tests import runs
-from tests.blocks import DRY_RUN, NOT_RUN, PAGES, ROOT, blocks, commands, source, treatment
+from tests.blocks import DRY_RUN, NOT_RUN, PAGES, PYTHON, ROOT, SHELL_LANGUAGES, blocks, commands, source, treatment
 
 EXAMPLES = ROOT / "examples"
 SHORT = ["trainer.max_steps=1", "trainer.eval_prompts=2", "rollout.max_new_tokens=48", "report.plots=false"]
@@ -88,8 +88,9 @@ def test_the_command_of_an_example_trains(name, tmp_path, monkeypatch):
 
 SMALL = {
     "specrl.train": "dataset.train_size=8 dataset.test_size=1 rollout.group_size=2 rollout.max_new_tokens=24 "
-    "rollout.measure_every=2 trainer.prompts_per_step=4 trainer.max_steps=4 trainer.eval_prompts=1 report.plots=false",
-    "specrl.bench": "dataset.train_size=8 dataset.test_size=1 rollout.max_new_tokens=24 rows=4 repeats=1",
+    "rollout.measure_every=2 trainer.prompts_per_step=4 trainer.rows_per_pass=8 trainer.max_steps=4 "
+    "trainer.eval_prompts=1 report.plots=false",
+    "specrl.bench": "dataset.train_size=8 dataset.test_size=1 rollout.max_new_tokens=24 rows=8 repeats=1",
     "specrl.evaluate": "samples=2",
     "specrl.generate": "rollout.max_new_tokens=24",
     "specrl.report": "plots=false",
@@ -97,17 +98,18 @@ SMALL = {
 """What a test adds to the commands of the pages, so that they take seconds."""
 
 
-def filled(command):
-    """The command with values for what a reader replaces."""
-    values = {
-        "PATH_OR_HUB_ID": str(runs.policy()),
-        "FILE.jsonl": str(EXAMPLES / "own_dataset.jsonl"),
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory):
+    """Values for what a reader replaces: a model and data that suffice for a config of real size, and a run."""
+    folder = tmp_path_factory.mktemp("reader")
+    rows = ({"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(40))
+    (folder / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return {
+        "PATH_OR_HUB_ID": str(runs.build_policy(folder / "model", max_position_embeddings=2048)),
+        "FILE.jsonl": str(folder / "data.jsonl"),
         "config=mine.yaml": "config=grpo",
         "DIR": "outputs/grpo_math",
     }
-    for placeholder, value in values.items():
-        command = command.replace(placeholder, value)
-    return command
 
 
 def execute(command, how):
@@ -130,25 +132,29 @@ def execute(command, how):
 
 def lines(page):
     """The commands of a page that a test runs, and how."""
-    shell = [block for block in blocks(page, page.read_text(encoding="utf-8")) if block.language in ("", "sh")]
+    shell = [block for block in blocks(page, page.read_text(encoding="utf-8")) if block.language in SHELL_LANGUAGES]
     treated = [(line, treatment(block, line)) for block in shell for line in commands(block)]
     return [(line, how) for line, how in treated if how in ("run", "dry run", "shell")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", filter(lines, PAGES), ids=lambda page: page.name)
-def test_the_commands_of_a_page_run(page, tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", [page for page in PAGES if lines(page)], ids=lambda page: page.name)
+def test_the_commands_of_a_page_run(page, readers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if page.name == "cache-format.md":
         execute("python -m specrl.train config=grpo_math", "run")
     for line, how in lines(page):
-        execute(filled(line), how)
+        for placeholder, value in readers.items():
+            line = line.replace(placeholder, value)
+        execute(line, how)
 
 
-def test_every_reason_not_to_run_is_that_of_a_command():
+def test_every_reason_not_to_run_is_that_of_a_command_and_names_tests_that_exist():
     text = "\n".join(line for page in PAGES for block in blocks(page, page.read_text()) for line in commands(block))
     assert [start for start in NOT_RUN if not re.search(rf"^{re.escape(start)}", text, re.MULTILINE)] == []
     assert [words for words in DRY_RUN if words not in text] == []
+    reasons = " ".join([*NOT_RUN.values(), *DRY_RUN.values(), *PYTHON.values()])
+    assert [file for file in re.findall(r"tests/[\w/]+\.py", reasons) if not (ROOT / file).exists()] == []
 
 
 @pytest.mark.slow
