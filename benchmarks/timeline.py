@@ -30,7 +30,7 @@ LABELLED = 0.05  # of the longer step, from which on a span has its seconds writ
 
 @dataclass
 class TimelineConfig:
-    run: str = doc("", "what benchmarks.ahead wrote")
+    run: str = doc("", "what benchmarks.ahead or benchmarks.figures wrote")
     epoch: str = doc("all", "the epoch whose mean step is drawn")
     out: str = doc("docs/images/ahead.png", "the picture")
 
@@ -38,7 +38,8 @@ class TimelineConfig:
 def main(config: TimelineConfig) -> int:
     if not Path(config.run).is_file():
         raise ConfigError(f"run={config.run}: there is no such file. Make it with python -m benchmarks.ahead out=FILE.")
-    epochs = {line["epoch"]: line for line in json.loads(Path(config.run).read_text(encoding="utf-8"))["epochs"]}
+    content = json.loads(Path(config.run).read_text(encoding="utf-8"))
+    epochs = {line["epoch"]: line for line in content.get("result", content)["epochs"]}
     if config.epoch not in epochs:
         raise ConfigError(f"epoch={config.epoch}: {config.run} has {', '.join(epochs)}.")
     draw(epochs[config.epoch], config.out)

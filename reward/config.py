@@ -19,18 +19,18 @@ def doc(default: Any, help: str, *, low: float = 0, high: float = inf, **scope: 
 @dataclass
 class RewardConfig:
     functions: list[str] = doc(["math"], "rewards to add up: math, format, or your function as module:attribute")
-    weights: list[float] = doc([], "weight of each function; empty is 1 each, 0 logs a reward without training on it")
+    weights: list[float] = doc([], "weight of each function; empty is 1 each, 0 only logs it")
     timeout_s: float = doc(5.0, "seconds for one answer of a reward worker", resume="free")
-    memory_mb: int = doc(2048, "address-space limit of a reward worker in MB (2^20 bytes); 0 is none", resume="free")
+    memory_mb: int = doc(2048, "address-space limit of a reward worker in MB; 0 is none", resume="free")
     workers: int = doc(1, "worker processes per reward that needs them", low=1, resume="free")
-    start_timeout_s: float = doc(300.0, "seconds for a reward worker to start, mostly imports", low=1, resume="free")
+    start_timeout_s: float = doc(300.0, "seconds for a reward worker to start", low=1, resume="free")
     on_limit: Literal["mask", "zero"] = doc(
-        "mask", "reward of a response over timeout_s or memory_mb in a worker that answers others: none, or 0"
+        "mask", "reward of a response whose text exceeds timeout_s or memory_mb: none, or 0"
     )
     max_failure_ratio: float = doc(
         0.05, "share of rows whose scoring may fail; more stop the run", high=1, resume="free"
     )
-    isolate_user: bool = doc(True, "run your functions in workers; false: in the trainer, without limits")
+    isolate_user: bool = doc(True, "run your functions in worker processes; false: in the trainer, without limits")
 
     def problems(self) -> Iterator[str]:
         """Messages for options of no use."""

@@ -21,28 +21,27 @@ from specrl.rollout.sections import (
 
 @dataclass
 class RolloutConfig:
-    engine: Literal["transformers", "vllm"] = doc("transformers", "inference engine that generates the responses")
+    engine: Literal["transformers", "vllm"] = doc("transformers", "inference engine")
     acceptance: Literal["exact", "off", "lenient", "judged", "routed"] = doc(
         "exact",
-        "which draft tokens are accepted. exact: those that decoding without drafts would sample, so responses are bit-"
-        "identical; off: no drafts. Lossy rules: lenient (SPEC-RL as published), judged (also tokens that a judge "
-        "allows), routed (reasoning steps of rollout.drafter that a router allows)",
+        "which draft tokens are accepted. exact: those that plain decoding would sample; off: no drafts. Lossy rules: "
+        "lenient (SPEC-RL as published), judged (also tokens that a judge allows), routed (reasoning steps of "
+        "rollout.drafter that a router allows)",
         resume="acceptance",
     )
     ahead: Literal["auto", "off"] = doc(
         "auto",
-        "auto: idle rollout workers begin the next batch while this one is scored and trained on, and verify what they "
-        "have as drafts of the new weights (docs/ahead.md); needs acceptance=exact and workers with CPUs or GPUs of "
-        "their own",
+        "auto: idle rollout workers begin the next batch, and the new weights verify its text (docs/ahead.md); needs "
+        "acceptance=exact and workers with CPUs or GPUs of their own",
         resume="free",
     )
     replay: float = doc(
         0.0,
-        "share of samples that keep the noise key of their previous visit; above 0 see the reuse gap in "
-        "docs/guarantees.md",
+        "share of samples that keep the noise key of their previous visit: more reuse, and a reuse gap "
+        "(docs/guarantees.md)",
         high=1,
     )
-    lenience: float = doc(1.0, "factor l of acceptance=lenient, which accepts with probability min(1, l*p_new/p_old)")
+    lenience: float = doc(1.0, "l of acceptance=lenient, which accepts with probability min(1, l*p_new/p_old)")
     group_size: int = doc(8, "responses per prompt", low=1)
     temperature: float = doc(1.0, "sampling temperature; 0 is greedy")
     top_p: float = doc(1.0, "probability mass of nucleus sampling; 1 is off", high=1)
@@ -51,26 +50,25 @@ class RolloutConfig:
     sources: list[str] = doc(
         list(SOURCES),
         "texts that drafts are copied from. prefix: the sample's previous response up to the first mismatch; position: "
-        "the same response after it; earlier: the prompt's other stored responses; prompt: the prompt; group: its "
-        "responses in this rollout; contexts: what followed the last tokens in the texts of all prompts; redraw: what "
-        "the last pass sampled after a mismatch",
+        "that response after it; earlier: the prompt's other stored responses; prompt: the prompt; group: its "
+        "responses in this rollout; contexts: n-grams of all prompts' texts; redraw: what the last pass sampled after "
+        "a mismatch",
         resume="drafts",
     )
     drafter: str = doc(
         "",
-        "draft model for rows that left their previous responses: a directory with a model or with a head on the "
-        "policy's hidden states; head: a new head, for co-training. engine=vllm: a directory, which drafts for all "
-        "rows (runner v2)",
+        "draft model for rows that left their previous responses: a directory with a model or a head; head: a new "
+        "head, for co-training. engine=vllm: a directory, which drafts for all rows (runner v2)",
         resume="drafts",
     )
-    rows_per_batch: int = doc(256, "most rows decoded at once; fewer if their KV does not fit", low=1, resume="free")
+    rows_per_batch: int = doc(256, "most rows decoded at once; fewer if memory is short", low=1, resume="free")
     tokens_per_pass: int = doc(4096, "maximum tokens of a forward pass, which limits its memory", low=1, resume="free")
     logits_mb: int = doc(256, "memory for logits and noise in MB; larger passes are split", low=1, resume="free")
-    tie_margin: float = doc(1e-4, "score gap of two tokens below which a canonical pass decides (fp32); 0 is off")
+    tie_margin: float = doc(1e-4, "score gap below which a separate pass decides between two tokens (fp32); 0 is off")
     measure_every: int = doc(
         10,
-        "every N steps also generate without drafts under the same noise keys, to measure spec/speedup and compare the "
-        "tokens; 0 is never",
+        "every N rollouts also decode without drafts under the same keys, to compare tokens and measure spec/speedup; "
+        "0 is never",
         resume="free",
     )
     cache: CacheConfig = doc(CacheConfig, "stored responses", resume="free")

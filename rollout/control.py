@@ -77,14 +77,8 @@ class Control:
         plain, *later = [self._rollout.plain(rows[call], batch.keys[call]) for call in calls]
         plain = sum(later, plain)
         divergence = Divergence.of(batch.completions, plain.completions)
-        if divergence.first and self._strict:
-            i, position = next(iter(divergence.first.items()))
-            raise RolloutError(
-                f"{len(divergence.first)} of {len(rows)} speculative responses differ from plain decoding with the "
-                f"same keys (first: example {rows[i].example_id!r}, sample {batch.sample_indices[i]}, from token "
-                f"{position} on). This must not happen in float32 on a CPU; please report it with the "
-                "output of `python -m specrl.env`"
-            )
+        if self._strict:
+            refuse_divergence(divergence, rows, batch)
         spent = {"timing_s/control": seconds(plain.total_s), **divergence.metrics()}
         self._lost += sum(bool(c.failure) for c in plain.completions)
         failed = any(c.failure for c in (*batch.completions, *plain.completions))
@@ -124,3 +118,15 @@ class Control:
         if clusters:
             metrics |= {"spec/reuse_gap": shared(gap), "spec/reuse_gap_error": shared(error)}
         return metrics
+
+
+def refuse_divergence(divergence: Divergence, rows: Sequence[Row], batch: RolloutBatch) -> None:
+    """Raises RolloutError if a response differs from that of plain decoding with the same key."""
+    if divergence.first:
+        i, position = next(iter(divergence.first.items()))
+        raise RolloutError(
+            f"{len(divergence.first)} of {len(rows)} speculative responses differ from plain decoding with the "
+            f"same keys (first: example {rows[i].example_id!r}, sample {batch.sample_indices[i]}, from token "
+            f"{position} on). This must not happen in float32 on a CPU; please report it with the "
+            "output of `python -m specrl.env`"
+        )

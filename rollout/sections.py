@@ -44,13 +44,13 @@ SPECULATORS = ("texts", "ngram_gpu", "eagle", "eagle3", "mtp")
 class CacheConfig:
     max_mb: int = doc(
         512,
-        "memory limit of the stored responses in MB (2^20 bytes); prompts that were not sampled for longest go first",
+        "memory limit of the stored responses in MB (2^20 bytes); the least recently sampled prompts are evicted",
         low=1,
         resume="old text",
     )
-    start_from: str = doc("", "directory of stored responses to start with, such as `trajectories` of an earlier run")
-    clear: bool = doc(False, "resume with an empty cache instead of the checkpoint's")
-    on_write_error: Literal["warn", "stop"] = doc("warn", "if the cache cannot be written: warn and continue, or stop")
+    start_from: str = doc("", "stored responses to start with, such as the directory `trajectories` of an earlier run")
+    clear: bool = doc(False, "resume with an empty cache")
+    on_write_error: Literal["warn", "stop"] = doc("warn", "what to do if the cache cannot be written")
 
 
 @dataclass
@@ -62,28 +62,27 @@ class BudgetConfig:
 class JudgedConfig:
     by: Literal["judge", "kl"] = doc(
         "judge",
-        "judge: a trained classifier of draft tokens, for old responses and a draft model's; kl: the KL divergence of "
-        "the policy from rollout.drafter",
+        "judge: a trained classifier of draft tokens; kl: the KL divergence of the policy from rollout.drafter",
     )
     path: str = doc("", "directory of the trained judge")
-    threshold: float = doc(0.5, "by=kl: largest accepted KL in nats; by=judge: unused, the judge has its own")
-    uncorrected: bool = doc(False, "allow training on judged tokens with correction=none, as if they were on-policy")
+    threshold: float = doc(0.5, "by=kl: largest accepted KL in nats; a judge has its own threshold")
+    uncorrected: bool = doc(False, "allow correction=none, as if judged tokens were on-policy")
 
 
 @dataclass
 class RoutedConfig:
     by: Literal["likelihood", "entropy", "rsd", "arbitrage"] = doc(
-        "likelihood", "score that decides whether the policy generates a step instead of the draft model"
+        "likelihood", "score that decides whether the policy rewrites a draft step"
     )
-    path: str = doc("", "directory of the trained router (arbitrage) or of the process reward model (rsd)")
+    path: str = doc("", "directory of the router (arbitrage) or the process reward model (rsd)")
     threshold: float = doc(
         0.5,
-        "arbitrage: probability of a gain above which the policy generates the step; rsd: lowest accepted score; "
-        "likelihood and entropy: largest accepted value in nats",
+        "arbitrage: largest accepted probability of a gain by the policy; rsd: lowest accepted score; likelihood and "
+        "entropy: largest accepted value in nats",
     )
     separators: list[str] = doc(["\\n\\n"], "texts that end a reasoning step; \\n is a newline")
     max_step_tokens: int = doc(128, "longest draft step in tokens; the policy generates longer ones", low=1)
-    uncorrected: bool = doc(False, "allow training on routed tokens with correction=none, as if they were on-policy")
+    uncorrected: bool = doc(False, "allow correction=none, as if routed tokens were on-policy")
 
     def problems(self) -> Iterator[str]:
         """Messages for options of no use, with `<key>` for `key=value`."""
@@ -100,7 +99,7 @@ class RoutedConfig:
 
 @dataclass
 class LocalConfig:
-    kv_cache_mb: int = doc(0, "memory limit of the KV cache in MB; 0 uses what is free when a rollout begins")
+    kv_cache_mb: int = doc(0, "memory limit of the KV cache in MB; 0 uses what is free")
     graphs: Literal["auto", "off"] = doc("auto", "auto: CUDA graphs on GPUs in half precision")
     drafter_vocab: int = doc(32_768, "most frequent ids of the run that rollout.drafter may propose; 0 is all")
 
@@ -110,18 +109,17 @@ class VLLMConfig:
     runner: Literal["auto", "v1", "v2"] = doc("auto", "vLLM's model runner; auto: v2 if Triton runs (GPUs), else v1")
     scheduling: Literal["auto", "sync", "async"] = doc(
         "auto",
-        "runner v2: sync drafts on the host between steps, async drafts on the device; auto: sync if the host can "
-        "reach the drafts",
+        "runner v2: sync drafts on the host, async on the device; auto: sync if the host can reach the drafts",
     )
     speculator: str = doc(
         "texts",
-        "runner v2: what drafts if rollout.drafter is empty: texts (rollout.sources), or vLLM's ngram_gpu, eagle=DIR, "
+        "what drafts without rollout.drafter: texts (rollout.sources), or on runner v2 vLLM's ngram_gpu, eagle=DIR, "
         "eagle3=DIR or mtp",
     )
     draft_tokens: int = doc(32, "draft tokens per row and step, up to 127; fewer if memory is short", low=1, high=127)
     kv_cache_mb: int = doc(0, "KV cache in MB; 0 follows memory_utilization on a GPU and is 512 on a CPU")
     memory_utilization: float = doc(0.45, "share of GPU memory for vLLM, weights included", low=0.01, high=1)
-    tensor_parallel: int = doc(1, "GPUs that share one copy of the model; cluster.num_workers adds copies", low=1)
+    tensor_parallel: int = doc(1, "GPUs that share one copy of the model", low=1)
     compile: Literal["auto", "on", "off"] = doc("auto", "torch.compile and CUDA graphs, a slow start; auto: on GPUs")
     sleep: bool = doc(True, "release vLLM's GPU memory to the trainer between rollouts")
 
@@ -145,17 +143,17 @@ class VLLMConfig:
 
 @dataclass
 class ClusterConfig:
-    num_workers: int = doc(0, "rollout workers, each a Ray actor with an engine; 0 generates in the trainer's process")
-    address: str = doc("", "empty starts Ray on this machine's loopback; auto joins the running cluster, or host:port")
+    num_workers: int = doc(0, "rollout workers; 0 generates in the trainer's process")
+    address: str = doc("", "empty starts Ray on loopback; auto or host:port joins a running cluster")
     cpus_per_worker: float = doc(1.0, "CPU cores of each worker", low=0.01)
     gpus_per_worker: float = doc(0.0, "GPUs of each worker")
-    tasks_per_worker: int = doc(1, "tasks per worker that a rollout is split into; more balance load better", low=1)
+    tasks_per_worker: int = doc(1, "tasks per worker and rollout; more balance the load better", low=1)
     start_timeout_s: float = doc(300.0, "seconds for a worker to load its model", low=1)
     task_timeout_s: float = doc(1800.0, "seconds for one task; a worker that exceeds them is replaced", low=1)
-    max_restarts: int = doc(3, "worker replacements in a row without a finished task; more stop the run")
+    max_restarts: int = doc(3, "worker faults without a finished task between them; more stop the run")
     max_failed_ratio: float = doc(0.05, "share of rows (or of a prompt's) that may fail and be masked", high=1)
-    object_store_mb: int = doc(256, "shared memory for weights in MB, of a Ray that is started here", low=80)
-    dashboard: bool = doc(False, "start Ray's dashboard on loopback, with a Ray that is started here")
+    object_store_mb: int = doc(256, "shared memory for weights in MB, of a Ray started here", low=80)
+    dashboard: bool = doc(False, "dashboard on loopback, of a Ray started here")
 
     def problems(self) -> Iterator[str]:
         """Messages for options of no use, with `<key>` for `key=value`."""

@@ -191,8 +191,7 @@ class SpeculativeRollout:
     def plain(self, rows: Sequence[Row], keys: Sequence[int]) -> RolloutBatch:
         """The same rows by plain decoding with the given keys: the measured baseline. Touches no cache."""
         began = time.perf_counter()
-        cap = self.config.max_new_tokens
-        requests = [Request(r.prompt, k, cap, plain=True) for r, k in zip(rows, keys, strict=True)]
+        requests = [Request(r.prompt, k, self._cap(r), plain=True) for r, k in zip(rows, keys, strict=True)]
         completions, stats = self.engine.generate(requests)
         n = len(rows)
         took = time.perf_counter() - began
@@ -227,24 +226,27 @@ class SpeculativeRollout:
         """
         return {"lenient": c.logprobs, "judged": c.behaviour_logprobs}.get(self.config.acceptance)
 
+    def _cap(self, row: Row) -> int:
+        return self.config.max_new_tokens if row.max_new_tokens is None else row.max_new_tokens
+
     def _requests(self, planned: Sequence[Planned]) -> list[Request]:
-        """The engine's requests; the drafters of a prompt's rows share its stored texts."""
-        prompts = {}
-        stored = {}
+        """The engine's requests; the drafters of an example's rows share its stored texts."""
+        stored: dict[str, list[Trajectory]] = {}
+        texts: dict[str, PromptTexts] = {}
         if self.cache is not None:
-            prompts = {p.row.example_id: p.row.prompt for p in planned}
-            stored = {name: self.cache.siblings(name) for name in prompts}
-        texts = {
-            name: PromptTexts([t.tokens for t in stored[name]], self.config.sources, prompt)
-            for name, prompt in prompts.items()
-        }
+            for row in (p.row for p in planned):
+                name = row.example_id
+                if name not in texts:
+                    stored[name] = self.cache.siblings(name)
+                    texts[name] = PromptTexts([t.tokens for t in stored[name]], self.config.sources, row.prompt)
+                texts[name].add_prompt(row.prompt)
         return [self._request(p, stored.get(p.row.example_id, []), texts.get(p.row.example_id)) for p in planned]
 
     def _request(self, planned: Planned, stored: list[Trajectory], texts: PromptTexts | None) -> Request:
         """Args: stored: of the prompt, newest first; texts: the same, shared by its drafters."""
         row, old = planned.row, planned.old
         acceptance = self.config.acceptance
-        request = Request(row.prompt, planned.key, self.config.max_new_tokens, plain=acceptance == "off")
+        request = Request(row.prompt, planned.key, self._cap(row), plain=acceptance == "off")
         ahead = self._ahead.get(planned.key)
         if known := [old] if old else stored:
             length = sum(len(t.tokens) for t in known) / len(known)

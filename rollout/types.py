@@ -204,6 +204,8 @@ class Row:
 
     example_id: str
     prompt: tuple[int, ...]
+    max_new_tokens: int | None = None
+    """Cap of this row's response, such as what is left of a conversation; None: that of the config."""
 
     def __post_init__(self):
         check_example_id(self.example_id)

@@ -13,12 +13,12 @@ _HOMES = {
     "Config": "specrl.config.schema",
     "EngineSpec": "specrl.rollout.engines.base",
     "Fingerprint": "specrl.rollout.cache.memory",
-    "ReuseRollouts": "specrl.trainers.grpo.hook",
     "RolloutConfig": "specrl.rollout.config",
     "Row": "specrl.rollout.types",
     "SpeculativeRollout": "specrl.rollout.speculative",
     "TrajectoryCache": "specrl.rollout.cache.memory",
     "build_engine": "specrl.rollout.build",
+    "reusing": "specrl.trainers.grpo.reusing",
 }
 __all__ = list(_HOMES)
 

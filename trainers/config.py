@@ -11,56 +11,54 @@ from specrl.rollout.sections import doc
 
 @dataclass
 class DrafterConfig:
-    train: bool = doc(False, "train rollout.drafter along with the policy, on hidden states of the policy's update")
-    objective: Literal["forward_kl", "tvd"] = doc("tvd", "distance of the drafter from the policy that is minimised")
+    train: bool = doc(False, "train rollout.drafter along with the policy, on hidden states of its update")
+    objective: Literal["forward_kl", "tvd"] = doc("tvd", "distance from the policy that is minimised")
     learning_rate: float = doc(1e-4, "AdamW learning rate")
-    interval: int = doc(1, "optimiser steps from one round of co-training to the next", low=1)
+    interval: int = doc(1, "optimiser steps between rounds of co-training", low=1)
     share: float = doc(0.03, "share of each rollout's tokens to train on, prompts included", high=1)
-    updates: int = doc(4, "maximum gradient steps per round, which limits the tokens that are kept for it", low=1)
+    updates: int = doc(4, "maximum gradient steps per round", low=1)
     tokens_per_update: int = doc(1024, "maximum tokens per gradient step, prompts included", low=1)
-    patience: int = doc(20, "stop co-training that cost more time than it saved in this many rollouts; 0 is never")
+    patience: int = doc(20, "end co-training that took more time than it saved in this many rollouts; 0 is never")
 
 
 @dataclass
 class CriticConfig:
     model: Literal["head", "separate"] = doc(
-        "head", "head: one more output of the policy; separate: a transformer that is initialised from the policy"
+        "head", "head: one more output of the policy; separate: a transformer initialised from it"
     )
-    learning_rate: float = doc(1e-5, "AdamW learning rate of the head or of the separate critic")
-    clip: float = doc(0.2, "clip range of the value around its value before the update; 0 is off")
-    loss_weight: float = doc(0.1, "weight of the value loss, which also trains the policy's layers below a head")
+    learning_rate: float = doc(1e-5, "AdamW learning rate")
+    clip: float = doc(0.2, "clip range around the value before the update; 0 is off")
+    loss_weight: float = doc(0.1, "weight of the value loss, which also trains the layers below a head")
 
 
 @dataclass
 class TrainerConfig:
     algorithm: Literal["grpo", "dapo", "ppo"] = doc("grpo", "policy-gradient algorithm")
     advantage: Literal["gae", "rloo", "reinforce_plus_plus"] = doc(
-        "gae", "advantages of ppo: gae trains a critic; rloo and reinforce_plus_plus need none", only="ppo"
+        "gae", "advantages of ppo; only gae trains a critic", only="ppo"
     )
     learning_rate: float = doc(1e-6, "AdamW learning rate")
     lr_schedule: Literal["constant", "linear", "cosine"] = doc("constant", "learning-rate schedule")
     warmup_steps: int = doc(0, "optimiser steps of linear warm-up")
-    epochs: int = doc(1, "passes over the training prompts; an incomplete last step is dropped", resume="length")
+    epochs: int = doc(1, "passes over the training prompts; an incomplete last batch is dropped", resume="length")
     max_steps: int = doc(0, "stop after this many optimiser steps; 0 runs all epochs", resume="length")
     prompts_per_step: int = doc(8, "prompts per rollout, each with rollout.group_size rows", low=1)
-    rows_per_pass: int = doc(0, "rows per training forward and backward pass; 0 is all rows of the step", resume="free")
+    rows_per_pass: int = doc(0, "rows per forward and backward pass of the update; 0 is all", resume="free")
     updates_per_rollout: int = doc(1, "optimiser passes over a rollout batch (mu); above 1 is off-policy", low=1)
-    minibatches: int = doc(1, "parts of the rollout batch, with one optimiser step each (ppo)", low=1, only="ppo")
+    minibatches: int = doc(1, "optimiser steps of a pass over the rollout batch (ppo)", low=1, only="ppo")
     clip: float | Literal["auto"] = doc(
         "auto", "clip range of the probability ratio; auto: 0.2, or 3e-4 for ratio=sequence as in GSPO", high=1
     )
     ratio: Literal["token", "sequence"] = doc(
-        "token", "ratio that is clipped: each token's, or the response's geometric mean (GSPO)", only="grpo"
+        "token", "clipped ratio: each token's, or the response's geometric mean (GSPO)", only="grpo"
     )
     clip_high: float = doc(0.0, "upper clip range; 0: clip, but 0.28 for dapo, 4e-4 for ratio=sequence with clip=auto")
     beta: float = doc(0.0, "weight of the penalty KL(policy, initial policy)")
-    kl_penalty: Literal["reward", "loss"] = doc(
-        "reward", "what ppo adds the KL penalty to: each token's reward, or the loss", only="ppo"
-    )
+    kl_penalty: Literal["reward", "loss"] = doc("reward", "what ppo adds the KL penalty to", only="ppo")
     kl_target: float = doc(0.0, "KL per token in nats that ppo maintains by adapting beta; 0 keeps beta", only="ppo")
     entropy_bonus: float = doc(0.0, "weight of the entropy in ppo's loss", only="ppo")
     gamma: float = doc(1.0, "discount per token (ppo)", high=1, only="ppo")
-    gae_lambda: float = doc(1.0, "GAE's trade-off of bias and variance; 1 uses full returns (ppo)", high=1, only="ppo")
+    gae_lambda: float = doc(1.0, "lambda of GAE; 1 uses full returns (ppo)", high=1, only="ppo")
     loss: Literal["auto", "grpo", "dapo", "dr_grpo", "bnpo"] = doc(
         "auto", "loss aggregation as in TRL; auto: that of the algorithm", only="grpo"
     )
@@ -70,13 +68,13 @@ class TrainerConfig:
     mask_truncated: bool = doc(False, "exclude truncated responses from the loss (DAPO's overlong filtering)")
     overlong_buffer: int | Literal["auto"] = doc(
         "auto",
-        "DAPO's soft overlong punishment: tokens before the length limit over which the penalty grows to 1; 0 is off; "
-        "auto: a fifth of the limit for dapo, else off",
+        "DAPO's soft overlong punishment: tokens before the length limit over which it grows to 1; 0 is off; auto: a "
+        "fifth of the limit for dapo, else off",
     )
     refills: int | Literal["auto"] = doc(
         "auto",
-        "DAPO's dynamic sampling: how often a step may sample further prompts to replace groups with equal rewards "
-        "(before the overlong penalty); 0 is off; auto: 10 for dapo, else off",
+        "DAPO's dynamic sampling: most rounds that replace groups with equal rewards by further prompts; 0 is off; "
+        "auto: 10 for dapo, else off",
         only="grpo",
     )
     max_grad_norm: float = doc(1.0, "gradient norm to clip to")
@@ -86,25 +84,25 @@ class TrainerConfig:
     )
     correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = doc(
         "token_truncate",
-        "importance weights p_trainer/p_rollout for lossy acceptance or an engine with other numerics; none trains as "
-        "if on-policy",
+        "importance weights p_trainer/p_rollout for lossy acceptance or an engine with other numerics",
     )
     correction_cap: float = doc(2.0, "largest weight (truncate), or largest ratio that is not masked (mask)", low=1)
     precision: Literal["fp32", "bf16", "pure_bf16"] = doc(
         "fp32",
-        "bf16: fp32 weights and optimiser, bf16 autocast, and a bf16 copy for rollouts; pure_bf16: also bf16 weights, "
-        "which hardly move at small learning rates",
+        "bf16: fp32 weights and optimiser, bf16 autocast, a bf16 copy for rollouts; pure_bf16: bf16 weights too, which "
+        "hardly move at small learning rates",
     )
     gradient_checkpointing: bool = doc(False, "recompute activations in backward, to save memory", resume="free")
-    save_every: int = doc(0, "steps from one checkpoint to the next; 0 saves only at the end", resume="free")
-    keep_checkpoints: int = doc(2, "number of newest checkpoints to keep", low=1, resume="free")
-    eval_every: int = doc(0, "steps between evaluations on the test split; 0: before and after training", resume="free")
+    save_every: int = doc(0, "steps between checkpoints; 0 saves only at the end", resume="free")
+    keep_checkpoints: int = doc(2, "newest checkpoints to keep", low=1, resume="free")
+    eval_every: int = doc(
+        0, "steps between evaluations on the test split; 0: only before and after training", resume="free"
+    )
     eval_prompts: int = doc(64, "prompts of the test split per evaluation; 0 skips evaluation", resume="free")
-    log_completions: int = doc(2, "completions shown on the console each time; 0 shows none", resume="free")
+    log_completions: int = doc(2, "completions per console sample; 0 shows none", resume="free")
     log_completions_every: int = doc(
         10,
-        "steps from one console sample and file in completions/ to the next; the first and the last step always write "
-        "the file",
+        "steps between console samples and between files in completions/; the first and last step always write one",
         low=1,
         resume="free",
     )

@@ -16,7 +16,7 @@ MODELS = {"0.5B": 0.5e9, "1.5B": 1.5e9, "7B": 7e9}  # parameters, sent as bfloat
 MB = 1e6
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000)  # workers
 RATIOS = (0.5, 1, 2, 4)  # rollout over the rest of a step
-HISTORY = {"factor": 2.51, "source": "benchmarks/results/embedded-runs.md, rollouts from epoch 2 on"}
+HISTORY = {"factor": 2.51, "source": "rollouts from epoch 2 on, e1a98e3; 2.63 in benchmarks/results/whole-runs.json"}
 """By how much drafts of old text shorten a plain rollout; tail and work are taken to shrink alike."""
 
 Point = Mapping[str, float]

@@ -57,7 +57,9 @@ class PromptTexts:
         self.sources = frozenset(sources)
         self.texts = [token_ids(text) for text in stored] if "earlier" in sources else []
         self.stored = len(self.texts)
-        self.texts += [token_ids(prompt)] if prompt and "prompt" in sources else []
+        self._labels = ["earlier"] * self.stored  # source of each text
+        self._prompts: set[tuple[int, ...]] = set()
+        self.add_prompt(prompt)
         self.known = len(self.texts)
         self._reset_index()
 
@@ -69,17 +71,28 @@ class PromptTexts:
 
     def source(self, text: int) -> str:
         """The source of a text."""
-        return "earlier" if text < self.stored else "prompt" if text < self.known else "group"
+        return self._labels[text]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"sources": self.sources, "texts": self.texts, "stored": self.stored, "known": self.known}
+        names = "sources", "texts", "stored", "known", "_labels"
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._prompts = set()
         self._reset_index()
+
+    def add_prompt(self, prompt: Sequence[int]) -> None:
+        """Adds the prompt of another row. Rows of a later turn share stored responses, but each has its own prompt."""
+        ids = tuple(prompt)
+        if ids and "prompt" in self.sources and ids not in self._prompts:
+            self._prompts.add(ids)
+            self._labels.append("prompt")
+            self.texts.append(token_ids(ids))
 
     def open(self) -> array[int]:
         """Adds an empty text, to which the caller appends ids."""
+        self._labels.append("group")
         self.texts.append(array("I"))
         return self.texts[-1]
 
@@ -87,7 +100,7 @@ class PromptTexts:
         """Switches to this index."""
         self._reset_index()
         self.index = index
-        sources = {self.source(text) for text in range(self.known)} | ({"group"} & self.sources)
+        sources = {*self._labels} | ({"group"} & self.sources)
         self.groups = {source: index.group() for source in _SEARCHED if source in sources}
 
     def unindexed(self) -> Iterator[Piece]:
@@ -153,6 +166,7 @@ class SuffixDrafter:
 
     def __init__(self, texts: PromptTexts, old: Sequence[int] | None = None, ahead: Sequence[int] | None = None):
         self.texts = texts
+        self.old = old
         self._first: tuple[array[int] | None, str] = None, "prefix" if ahead is None else "ahead"
         if ahead is not None:
             self._first = token_ids(ahead), "ahead"

@@ -23,6 +23,7 @@ COMMANDS = {
     "replay": "what drafting would save on the stored responses of a run",
     "cache": "check or describe stored responses",
     "drafter": "distil a draft model or a head from a policy",
+    "serve": "a vLLM server whose requests can have keys and drafts; takes vLLM's options",
     "train_router": "train a step router",
     "train_judge": "train a judge of draft tokens",
     "env": "versions, hardware and settings for a bug report",
@@ -99,12 +100,13 @@ def describe(chosen: Iterable[Option]) -> str:
 
 
 def table(chosen: Iterable[Option]) -> str:
-    """Options as a markdown table."""
-    rows = ["| option | type | default | meaning |", "|---|---|---|---|"]
+    """Options as a markdown table. The default shows the type; after it come the other choices."""
+    rows = ["| option | default; other values | meaning |", "|---|---|---|"]
     for option in chosen:
-        kinds = ", ".join(f"`{kind}`" for kind in _kinds(option))
         default = (plain(option.default) or '""').replace(",", ", ")  # so that a long list can wrap
-        cells = (f"`{option.key}`", kinds, f"`{default}`", option.help)
+        others = [kind for kind in _kinds(option) if kind != default] if option.choices else []
+        values = ", ".join(f"`{value}`" for value in others)
+        cells = (f"`{option.key}`", f"`{default}`{'; ' if values else ''}{values}", option.help)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 

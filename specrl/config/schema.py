@@ -16,20 +16,20 @@ from specrl.trainers.config import TrainerConfig
 class DatasetConfig:
     train_split: str = doc("train", "split of the training prompts")
     test_split: str = doc("test", "split of the evaluation prompts")
-    train_size: int = doc(0, "number of training prompts; 0 takes all, data=arithmetic needs a number")
-    test_size: int = doc(0, "number of test prompts; 0 takes all, data=arithmetic needs a number")
+    train_size: int = doc(0, "training prompts; 0 is all, but data=arithmetic needs a number")
+    test_size: int = doc(0, "test prompts; 0 is all, but data=arithmetic needs a number")
     prompt_column: str = doc("", "column of the question; empty tries the usual names")
     answer_column: str = doc("", "column of the reference answer; empty tries the usual names")
     level: Literal["easy", "medium", "hard", "mixed"] = doc("mixed", "difficulty of data=arithmetic")
     system_prompt: str = doc("", "system message before each question; empty sends none")
-    prompt_template: str = doc("", "text around each question, which replaces {prompt}; empty adds nothing")
+    prompt_template: str = doc("", "text in which each question replaces {prompt}; empty adds nothing")
     chat_template: Literal["auto", "on", "off"] = doc(
         "auto",
         "the tokenizer's chat template. auto: apply it if there is one; on: require one; off: never apply it, as for "
-        "base models whose tokenizer has one",
+        "base models",
     )
     chat_template_kwargs: dict[str, str] = doc(
-        {}, "arguments of the chat template, such as {enable_thinking: false}; values are parsed as JSON if they can be"
+        {}, "variables of the chat template, such as {enable_thinking: false}; values are parsed as JSON if possible"
     )
     max_prompt_tokens: int = doc(512, "longest prompt in tokens; longer ones are refused before training", low=1)
 
@@ -47,29 +47,29 @@ class DatasetConfig:
 @dataclass
 class LoraConfig:
     rank: int = doc(0, "rank of the adapters; 0 trains all weights")
-    alpha: float = doc(32.0, "scale of the adapters, whose update is multiplied by alpha/rank")
-    targets: list[str] = doc([], "names of the adapted layers; empty adapts all linear layers except the output head")
+    alpha: float = doc(32.0, "the adapters' output is multiplied by alpha/rank")
+    targets: list[str] = doc([], "adapted layers; empty adapts all linear layers except the output layer")
 
 
 @dataclass
 class ReportConfig:
-    baseline: str = doc("", "run directory to compare with; empty compares with the run's control steps")
+    baseline: str = doc("", "run directory to compare with; empty compares with control steps")
     plots: bool = doc(True, "draw report.png if matplotlib is installed")
-    trackers: list[str] = doc([], "log every step to these, too: tensorboard, trackio, wandb")
+    trackers: list[str] = doc([], "also log every step to tensorboard, trackio or wandb")
 
 
 @dataclass
 class Config:
-    name: str = doc("", "name of the run and its directory; by default that of the config file")
+    name: str = doc("", "name of the run and its directory; by default the config's")
     output_dir: str = doc("outputs", "directory of the run directories", resume="free")
     seed: int = doc(0, "seed of weights, data order and rollout noise", high=2**32 - 1)
     resume: Literal["no", "auto"] = doc(
-        "no", "auto: continue from the newest checkpoint of this name, or start the run", resume="free"
+        "no", "auto: continue from the newest checkpoint of this name, if there is one", resume="free"
     )
     model: str = doc("tiny", "policy: tiny (included, no download), a hub id or a local directory")
     tokenizer: str = doc("", "hub id or local directory; empty uses the model's")
-    trust_remote_code: bool = doc(False, "allow the model repository to run its own Python code")
-    revision: str = doc("", "branch, tag or commit of the model on the hub; empty uses its default")
+    trust_remote_code: bool = doc(False, "allow the model repository to run its code")
+    revision: str = doc("", "branch, tag or commit of the model on the hub")
     device: str = doc("auto", "auto, cpu, cuda or cuda:N", resume="free")
     data: str = doc(
         "arithmetic", "arithmetic (generated), gsm8k, math500, a hub id, a .jsonl/.parquet file or directory"

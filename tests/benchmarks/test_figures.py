@@ -32,7 +32,7 @@ def test_only_the_text_between_the_marks_is_written(results):
     lines = ["rows", "Step 1/128", "Step 128/128 | 1.3 s", "reward: 0.5 -> 0.9", "note: x"]
     (results / "train.json").write_text(json.dumps({"commit": "abc1234", "result": {"printed": lines}}))
     page = "before\n<!-- figure: console -->\nstale 9.99x\n<!-- /figure -->\nafter\n"
-    block = "```\nStep 128/128 | 1.3 s\nreward: 0.5 -> 0.9\n```"
+    block = "```\nStep 128/128 | 1.3 s\nreward: 0.5 -> 0.9\n```\n([abc1234](benchmarks/results/train.json))"
     assert pages.rendered(page) == f"before\n<!-- figure: console -->\n{block}\n<!-- /figure -->\nafter\n"
     assert pages.rendered(pages.rendered(page)) == pages.rendered(page)
 
@@ -54,3 +54,18 @@ def test_every_command_is_one_that_exists():
     assert all(
         (figures.ROOT / (module.replace(".", "/") + ".py")).exists() or module == "specrl.bench" for module in modules
     )
+
+
+@pytest.mark.parametrize("name", pages.PAGES)
+def test_a_page_shows_what_its_files_hold(name):
+    text = (pages.ROOT / name).read_text(encoding="utf-8")
+    assert "<!-- figure:" in text
+    assert pages.rendered(text) == text, "python -m benchmarks.figures renders the pages"
+
+
+def test_all_figures_are_of_one_commit_and_every_file_is_a_figure():
+    files = {path.stem: json.loads(path.read_text()) for path in pages.RESULTS.glob("*.json")}
+    assert set(files) - {"soak-cpu"} == set(FIGURES)
+    assert len({files[name]["commit"] for name in FIGURES}) == 1
+    for name, figure in FIGURES.items():
+        assert len(files[name]["commands"]) == len(figure.commands), name

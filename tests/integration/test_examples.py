@@ -1,18 +1,22 @@
-"""The files of examples/ run as their docstrings say, on the embedded model."""
+"""The commands and the code of the pages run, and the files of examples/ as their docstrings say, on tiny models."""
 
 import json
+import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
-from pathlib import Path
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 
 import specrl.train
 from specrl.config import load as cli
+from tests import runs
+from tests.blocks import DRY_RUN, NOT_RUN, PAGES, PYTHON, ROOT, SHELL_LANGUAGES, blocks, commands, source, treatment
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SHORT = ["trainer.max_steps=1", "trainer.eval_prompts=2", "rollout.max_new_tokens=48", "report.plots=false"]
 
@@ -36,6 +40,16 @@ def test_custom_drafter(script):
     assert names["stats"].sources.keys() == {"lookup"}, "no other drafter had a part in it"
 
 
+def test_custom_router(script):
+    names = script("custom_router.py")
+    assert names["stats"].steps > names["stats"].escalated > 0
+
+
+def test_custom_engine(script):
+    names = script("custom_engine.py")
+    assert names["naive"].tokens == names["fast"].tokens
+
+
 def test_rollout_loop(script):
     names = script("rollout_loop.py")
     assert names["step"] == 2
@@ -43,7 +57,7 @@ def test_rollout_loop(script):
 
 
 def test_importing_specrl_silences_trls_warning_about_vllm():
-    lines = (EXAMPLES / "trl_three_lines.py").read_text().splitlines()
+    lines = (EXAMPLES / "trl_reusing.py").read_text().splitlines()
     imported = [line.split()[1] for line in lines if line.startswith("from ")]
     assert imported.index("specrl") < imported.index("trl"), "specrl silences what trl says when it is imported"
     said = "import warnings; warnings.warn('TRL currently supports vLLM versions from 0.22.0'); warnings.warn('other')"
@@ -53,8 +67,8 @@ def test_importing_specrl_silences_trls_warning_about_vllm():
 
 
 @pytest.mark.slow
-def test_trl_three_lines(script):
-    assert script("trl_three_lines.py")["reuse"].last.stats.accepted > 0
+def test_trl_reusing(script):
+    assert script("trl_reusing.py")["turn"].batch.stats.accepted > 0
 
 
 @pytest.mark.slow
@@ -68,3 +82,106 @@ def test_the_command_of_an_example_trains(name, tmp_path, monkeypatch):
     line = json.loads(metrics.read_text().splitlines()[1])
     assert line["reward/failed"] == 0
     assert ("rewards/closeness/mean" in line) == (name == "custom_reward.py")
+
+
+# The pages ------------------------------------------------------------------------------------------------------------
+
+SMALL = {
+    "specrl.train": "dataset.train_size=8 dataset.test_size=1 rollout.group_size=2 rollout.max_new_tokens=24 "
+    "rollout.measure_every=2 trainer.prompts_per_step=4 trainer.rows_per_pass=8 trainer.max_steps=4 "
+    "trainer.eval_prompts=1 report.plots=false",
+    "specrl.bench": "dataset.train_size=8 dataset.test_size=1 rollout.max_new_tokens=24 rows=8 repeats=1",
+    "specrl.evaluate": "samples=2",
+    "specrl.generate": "rollout.max_new_tokens=24",
+    "specrl.report": "plots=false",
+}
+"""What a test adds to the commands of the pages, so that they take seconds."""
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory):
+    """Values for what a reader replaces: a model and data that suffice for a config of real size, and a run."""
+    folder = tmp_path_factory.mktemp("reader")
+    rows = ({"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(40))
+    (folder / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return {
+        "PATH_OR_HUB_ID": str(runs.build_policy(folder / "model", max_position_embeddings=2048)),
+        "FILE.jsonl": str(folder / "data.jsonl"),
+        "config=mine.yaml": "config=grpo",
+        "DIR": "outputs/grpo_math",
+    }
+
+
+def execute(command, how):
+    """Runs a line of a page in the current directory; a command of specrl in this process, in few steps."""
+    if how == "shell":
+        path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+        subprocess.run(command, shell=True, check=True, timeout=60, env={**os.environ, "PATH": path})
+        return
+    _, _, module, *words = shlex.split(command)
+    if not any(word.startswith(("config=list", "help=", "dry_run=")) for word in words):
+        words += ["dry_run=true"] if how == "dry run" else SMALL.get(module, "").split()
+    installed = mock.patch("specrl.run.preflight.find_spec", lambda name: name)
+    with mock.patch.object(sys, "argv", [module, *words]), installed if how == "dry run" else nullcontext():
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            if end.code:
+                raise AssertionError(f"{command} ended with {end.code}") from end
+
+
+def lines(page):
+    """The commands of a page that a test runs, and how."""
+    shell = [block for block in blocks(page, page.read_text(encoding="utf-8")) if block.language in SHELL_LANGUAGES]
+    treated = [(line, treatment(block, line)) for block in shell for line in commands(block)]
+    return [(line, how) for line, how in treated if how in ("run", "dry run", "shell")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if lines(page)], ids=lambda page: page.name)
+def test_the_commands_of_a_page_run(page, readers, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if page.name == "cache-format.md":
+        execute("python -m specrl.train config=grpo_math", "run")
+    for line, how in lines(page):
+        for placeholder, value in readers.items():
+            line = line.replace(placeholder, value)
+        execute(line, how)
+
+
+def test_every_reason_not_to_run_is_that_of_a_command_and_names_tests_that_exist():
+    text = "\n".join(line for page in PAGES for block in blocks(page, page.read_text()) for line in commands(block))
+    assert [start for start in NOT_RUN if not re.search(rf"^{re.escape(start)}", text, re.MULTILINE)] == []
+    assert [words for words in DRY_RUN if words not in text] == []
+    reasons = " ".join([*NOT_RUN.values(), *DRY_RUN.values(), *PYTHON.values()])
+    assert [file for file in re.findall(r"tests/[\w/]+\.py", reasons) if not (ROOT / file).exists()] == []
+
+
+@pytest.mark.slow
+def test_the_code_of_extending_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    page = ROOT / "docs" / "extending.md"
+    python = [block for block in blocks(page, page.read_text(encoding="utf-8")) if block.language == "python"]
+    assert len(python) >= 4
+    names = {"__name__": "example"}
+    for block in python:
+        if named := re.match(r"# (\w+\.py)\n", block.text):
+            (tmp_path / named[1]).write_text(block.text)
+        exec(compile("\n" * block.first_line + block.text, str(page), "exec"), names)
+    assert names["drafted"].tokens == names["plain"].tokens
+
+
+def test_the_code_of_adapters_runs():
+    page = ROOT / "docs" / "adapters.md"
+    (block,) = [block for block in blocks(page, page.read_text(encoding="utf-8")) if block.language == "python"]
+    sent = []
+
+    def answer(prompt_ids, extra_args):
+        sent.append(extra_args)
+        return [5, 6, 7]
+
+    names = {"prompt_ids": [1, 2], "longer_ids": [1, 2, 5, 6, 7, 3], "step": 0, "i": 0, "answer": answer}
+    exec(source(block), names)
+    assert len(sent) == 1
+    assert names["ticket"].turn == 1, "the next turn of the conversation"

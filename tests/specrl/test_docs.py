@@ -6,22 +6,14 @@ import re
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from specrl.config import options
 from specrl.config.schema import Config
 from tests import runs
+from tests.blocks import PAGES, ROOT, Block, blocks, indented, missing_names, source, unclassified
 
-ROOT = Path(__file__).parents[2]
-PAGES = [
-    *(
-        ROOT / name
-        for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/research/README.md")
-    ),
-    *sorted((ROOT / "docs").glob("*.md")),
-]
 METRIC_PREFIXES = ("spec/", "timing_s/", "drafter/", "judge/", "cache/", "reward/")
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|root|tmp|work|Users|mnt|data)/\w")
 
@@ -174,21 +166,37 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-def test_the_examples_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    page = ROOT / "docs" / "extending.md"
-    text = read(page)
-    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    assert len(blocks) >= 6
-    names = {"__name__": "example"}
-    for block in blocks:
-        if named := re.match(r"# (\w+\.py)\n", block[1]):
-            (tmp_path / named[1]).write_text(block[1])
-        lines_before = text.count("\n", 0, block.start(1))
-        exec(compile("\n" * lines_before + block[1], str(page), "exec"), names)
-    assert names["naive"].tokens == names["plain"].tokens
+# Blocks ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_block_of_a_page_is_classified_and_names_what_exists(page):
+    """Which of them run, and how, is in tests/blocks.py and tests/integration/test_examples.py."""
+    found = blocks(page, read(page))
+    assert unclassified(found) == []
+    assert indented(read(page)) == []
+    scripts = [source(block) for block in found if block.language in ("python", "diff")]
+    assert [name for script in scripts for name in missing_names(script)] == []
+
+
+def test_planted_faults_in_blocks_are_found():
+    page = ROOT / "docs" / "vllm.md"
+
+    def wrong(language, text):
+        return unclassified([Block(page, 1, language, text)])
+
+    assert wrong("sh", "python -m specrl.train config=grpo_math  # a comment\npip install .\n") == []
+    assert wrong("sh", "docker run specrl\n") == ["docker run specrl"]
+    assert wrong("", "docker run specrl\n") == ["docker run specrl"]
+    assert wrong("text", "a ──► b\n") == []
+    assert wrong("text", "python -m specrl.train config=grpo_math\n") == ["python -m specrl.train config=grpo_math"]
+    assert wrong("yaml", "rollout: 1\n") == ["line 1: yaml"]
+    assert wrong("python", "x = 1\n") == ["line 1: python"], "this page's code is run by no test"
+    assert indented("a\n\n    ls\n\n```python\nif x:\n\n    y\n```\n") == ["ls"]
+    assert blocks(page, "- a\n   ```sh\n   ls\n   ```\n") == [Block(page, 2, "sh", "ls\n")]
+    assert missing_names("from specrl import ReuseRollouts, Nothing\nfrom specrl.session import ReuseSession") == [
+        "specrl.Nothing"
+    ]
 
 
 # Promises and faults --------------------------------------------------------------------------------------------------
@@ -202,32 +210,37 @@ def existing_tests():
     return tests | {file.name for file in files}
 
 
-def untested(rows):
-    """Tests that the last cells of table rows name and that do not exist, and rows that name none."""
+def entries(page):
+    """The items of a page's lists that begin with bold text, such as a promise or a fault."""
+    return re.findall(r"^- \*\*.*$", read(ROOT / "docs" / page), re.MULTILINE)
+
+
+def untested(entries):
+    """Tests that entries name and that do not exist, and entries that end without naming one."""
     found = []
-    for row in rows:
-        named = re.findall(r"`(?:tests/[\w/]+/)?(test_\w+(?:\.py)?)`", row.rstrip("| ").rpartition("|")[2])
-        found += [name for name in named if name not in existing_tests()] or ([] if named else [row])
+    for entry in entries:
+        named = re.findall(r"`(?:tests/[\w/]+/)?(test_\w+(?:\.py)?)`", entry)
+        found += [name for name in named if name not in existing_tests()]
+        found += [] if named and entry.endswith("`") else [entry]
     return found
 
 
 def test_every_promise_has_its_tests_and_its_planted_faults():
-    table = read(ROOT / "docs" / "promises.md").partition("## How each promise is tested")[2]
-    rows = [line for line in table.splitlines() if line.startswith("|")][2:]
-    assert rows
-    assert untested(rows) == []
-    assert [row for row in rows if len(row.split("|")) != 5] == [], "promise, planted faults, tests"
+    promises = entries("promises.md")
+    assert len(promises) > 20
+    assert untested(promises) == []
+    assert [promise for promise in promises if "**. Planted: " not in promise] == []
 
 
 def test_every_fault_has_its_tests():
-    rows = re.findall(r"^\| \d+ \|.*$", read(ROOT / "docs" / "faults.md"), re.MULTILINE)
-    assert rows
-    assert untested(rows) == []
+    faults = entries("faults.md")
+    assert len(faults) > 35
+    assert untested(faults) == []
 
 
-def test_planted_rows_without_tests_are_found():
-    row = "| 1 | a | b | `tests/specrl/test_docs.py`: `{}` |"
-    assert untested([row.format("test_the_examples_run"), "| 2 | a | b | `test_the_examples_run` |"]) == []
-    assert untested([row.format("test_the_example")]) == ["test_the_example"]
-    assert untested(["| 1 | a | b | `tests/specrl/test_dogs.py` |"]) == ["test_dogs.py"]
-    assert untested(["| 1 | `test_docs.py` | b | none |"]) == ["| 1 | `test_docs.py` | b | none |"]
+def test_planted_entries_without_tests_are_found():
+    entry = "- **a**: b. `{}`"
+    assert untested([entry.format("test_every_fault_has_its_tests"), "- **a** `tests/specrl/test_docs.py`"]) == []
+    assert untested([entry.format("test_every_fault_has_its_test")]) == ["test_every_fault_has_its_test"]
+    assert untested([entry.format("tests/specrl/test_dogs.py")]) == ["test_dogs.py"]
+    assert untested(["- **`test_docs.py`**: none."]) == ["- **`test_docs.py`**: none."]

@@ -27,7 +27,7 @@ from specrl.trainers.arguments import common_arguments
 from specrl.trainers.callbacks import StepMetrics
 from specrl.trainers.checkpoint import writing
 from specrl.trainers.config import TrainerConfig
-from specrl.trainers.grpo.hook_limits import check_trl
+from specrl.trainers.grpo.limits import check_trl
 from specrl.trainers.rollouts import Rollouts, Setup
 
 if TYPE_CHECKING:

@@ -157,7 +157,7 @@ class VLLMEngine:
         params = VLLMSamplingParams(
             temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False
         )
-        with _one_thread():
+        with one_thread():
             (output,) = self._llm.generate({"prompt_token_ids": list(tokens)}, params, use_tqdm=False)
         scores = output.prompt_logprobs
         assert isinstance(scores, FlatLogprobs)  # as asked for
@@ -236,7 +236,7 @@ class VLLMEngine:
         """The GPU holds the model during a `with` block, however it ends."""
         self.updates.wake()
         try:
-            with _one_thread():
+            with one_thread():
                 yield
         finally:
             self.updates.sleep()
@@ -253,7 +253,7 @@ def shut_down(llm: LLM, borrowed_group: bool) -> None:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """A CPU computes on one thread: more would round the same logits differently."""
     threads = torch.get_num_threads()
     if current_platform.is_cpu():

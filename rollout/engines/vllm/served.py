@@ -61,12 +61,17 @@ _V1_SERVES = {
 """Sampling params that do not change which token is sampled, or that keyed sampling on V1 obeys."""
 
 
+def engine_args() -> dict:
+    """Those of ENGINE_ARGS that suit this machine."""
+    return ENGINE_ARGS["v2" if HAS_TRITON and envs.VLLM_USE_V2_MODEL_RUNNER is not False else "v1"]
+
+
 def serve_by_default() -> None:
     """Every engine that this process starts by `vllm.AsyncEngineArgs` from now on serves keyed requests.
 
     For trainers that leave no way to set the engine's arguments. An engine that sets one of these itself keeps it.
     """
-    ours = ENGINE_ARGS["v2" if HAS_TRITON and envs.VLLM_USE_V2_MODEL_RUNNER is not False else "v1"]
+    ours = engine_args()
 
     class KeyedEngineArgs(vllm.AsyncEngineArgs):
         def __init__(self, *args, **options):

@@ -98,10 +98,12 @@ class KeyedDrafter(RequestDrafter):
         params, prompt = state.sampling_params, state.prompt_token_ids
         n = keyed.prompt_tokens
         cap = min(len(prompt) + params.max_tokens, context) - n
-        request = Request(prompt[:n], keyed.key, cap, keyed.drafter(self._groups, prompt[:n]))
+        drafter = None if keyed.plain else keyed.drafter(self._groups, prompt[:n])
+        request = Request(prompt[:n], keyed.key, cap, drafter, plain=keyed.plain)
         eos_ids = frozenset({*(params.stop_token_ids or ()), params.eos_token_id} - {None})
         sampling = SamplingParams(eos_ids, params.temperature, max(params.top_k, 0), params.top_p)
-        return VLLMRow(request, tokens=[*prompt[n:], *state.output_token_ids], sampling=sampling)
+        tokens = [*prompt[n:], *state.output_token_ids]
+        return VLLMRow(request, tokens=tokens, drafting=not keyed.plain, sampling=sampling)
 
     def _logprobs(
         self, sampler, logits: Tensor, counts: Sequence[int], rows: Sequence[VLLMRow | None], tokens: Tensor, most: int

@@ -19,8 +19,19 @@ from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.types import RolloutError
 
 KEY, PROMPT_TOKENS, TEXTS = "specrl_key", "specrl_prompt_tokens", "specrl_texts"
-_GROUP, _OWN = "specrl_group", "specrl_own"
-_NAMES = KEY, PROMPT_TOKENS, _GROUP, TEXTS, _OWN
+_GROUP, _OWN, _PLAIN = "specrl_group", "specrl_own", "specrl_plain"
+_NAMES = KEY, PROMPT_TOKENS, _GROUP, TEXTS, _OWN, _PLAIN
+
+
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+DRAFTED = "vllm:spec_decode_num_draft_tokens"
+STEPS = "vllm:iteration_tokens_total"
+"""Counters of vLLM; the last one has an entry for every step of the engine that samples."""
+
+
+def acceptance_counts(counters: Mapping[str, int]) -> tuple[int, int, int]:
+    """Engine steps, draft tokens and accepted draft tokens so far. Args: counters: of vLLM, by name."""
+    return counters.get(STEPS, 0), counters.get(DRAFTED, 0), counters.get(ACCEPTED, 0)
 
 
 def pack_text(text: Sequence[int]) -> str:
@@ -53,11 +64,13 @@ class KeyedRequest:
     """Tokens of the prompt. The server takes what follows them as the response's beginning: a request that was cut off
     and sent again with its text so far continues with the same tokens."""
     group: str
-    """Requests of one group have one prompt, and draft from each other's texts."""
+    """Requests of one group draft from each other's texts and prompts."""
     texts: tuple[tuple[int, ...], ...] = ()
     """Earlier responses to the prompt, the newest first."""
     own: int = -1
     """Index in `texts` of the sample's own; -1 without one."""
+    plain: bool = False
+    """Decode without drafts: the baseline."""
 
     def extra_args(self) -> dict[str, Any]:
         """The request as vLLM's `extra_args`."""
@@ -67,6 +80,7 @@ class KeyedRequest:
             _GROUP: self.group,
             TEXTS: [pack_text(text) for text in self.texts],
             _OWN: self.own,
+            _PLAIN: int(self.plain),  # `vllm_xargs` carries no booleans
         }
 
     @classmethod
@@ -93,12 +107,14 @@ class KeyedRequest:
             group=entries[_GROUP],
             texts=tuple(map(_read_text, texts)),
             own=entries.get(_OWN, -1),
+            plain=entries.get(_PLAIN, 0) == 1,
         )
         valid = {
             KEY: ("signed 64-bit integer", _within(request.key, -(2**63), 2**63)),
             PROMPT_TOKENS: ("number of tokens", _within(request.prompt_tokens, 1, 2**31)),
             _GROUP: ("text", isinstance(request.group, str)),
             _OWN: (f"index of {len(request.texts)} texts, nor -1", _within(request.own, -1, len(request.texts))),
+            _PLAIN: ("0 or 1", _within(entries.get(_PLAIN, 0), 0, 2)),
         }
         for name, (kind, is_valid) in valid.items():
             if not is_valid:
@@ -106,13 +122,14 @@ class KeyedRequest:
         return request
 
     def drafter(self, groups: MutableMapping[str, PromptTexts], prompt: Sequence[int]) -> SuffixDrafter:
-        """A drafter that shares its texts with those of the same group, which have the same prompt.
+        """A drafter that shares its texts with those of the same group.
 
         Args: groups: the texts of each group; prompt: token ids.
         """
         texts = groups.get(self.group)
         if texts is None:
             texts = groups[self.group] = PromptTexts(self.texts, prompt=prompt)
+        texts.add_prompt(prompt)
         return SuffixDrafter(texts, self.texts[self.own] if self.own >= 0 else None)
 
 

@@ -1,4 +1,4 @@
-"""ReuseRollouts in a plain GRPOTrainer: only the time changes, noise is new, and TRL's options hold or are rejected."""
+"""reusing(GRPOTrainer), single turns: only the time changes, noise is new, and TRL's options hold or are refused."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import itertools
 import json
 import re
 import shutil
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator, DistributedType
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from transformers import ProcessorMixin
+from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 
-import specrl.trainers.grpo.trainer  # noqa: F401 (silences TRL's remarks at import)
+from specrl import reusing
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache, load
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.keys import Visits
@@ -23,96 +23,11 @@ from specrl.rollout.sections import CacheConfig
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import RolloutError
 from specrl.tiny import load_tiny
-from specrl.trainers.grpo.hook import STATE, ReuseRollouts
+from specrl.trainers.grpo.limits import check_args
+from specrl.trainers.grpo.reuse import STATE, Reuse
+from specrl.trainers.tools import ToolResults
 from tests.runs import by_two_processes
-
-A, B = "Tom has 3 apples and buys 4 more. How many has he?", "Ann had 9 pens and lost 2. How many are left?"
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ style }}"
-
-
-@dataclass
-class Call:
-    """TRL's arguments of one rollout."""
-
-    step: int
-    training: bool
-    tokens: list[list[int]]
-    keys: list[int]
-    visits: list[int]
-    reused: int
-
-
-@dataclass
-class Run:
-    """A GRPOTrainer's run with ReuseRollouts."""
-
-    trainer: object
-    reuse: ReuseRollouts
-    calls: list[Call] = field(default_factory=list)
-
-    @property
-    def keys(self) -> list[int]:
-        return [key for call in self.calls for key in call.keys]
-
-    @property
-    def training(self) -> list[Call]:
-        return [call for call in self.calls if call.training]
-
-    def logged(self, name: str) -> list[float]:
-        return [log[name] for log in self.trainer.state.log_history if name in log]
-
-
-def make(folder, config=None, data=(A, B), tokenizer=None, evaluated=(), **options) -> Run:
-    """A script with the three lines. One prompt a batch unless `per_device_train_batch_size` is set."""
-    from trl import GRPOConfig, GRPOTrainer
-
-    model, default_tokenizer = load_tiny()
-    options = {
-        "num_generations": 4,
-        "per_device_train_batch_size": 4,
-        "max_completion_length": 16,
-        "learning_rate": 1e-4,
-        "shuffle_dataset": False,
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": [],
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-        **options,
-    }
-    args = GRPOConfig(str(folder), **options)
-    reuse = ReuseRollouts(args, config)
-    run = Run(None, reuse)
-
-    def rollout(prompts, trainer):
-        out = reuse(prompts, trainer)
-        last, step = reuse.last, trainer.state.global_step
-        reused = sum(sum(c.reused) for c in last.completions)
-        run.calls.append(Call(step, trainer.model.training, out["completion_ids"], last.keys, last.visits, reused))
-        return out
-
-    run.trainer = GRPOTrainer(
-        model,
-        reward_funcs=lambda completions, **_: [float(len(str(c)) % 7) for c in completions],
-        args=args,
-        train_dataset=data if isinstance(data, IterableDataset) else _dataset(data),
-        eval_dataset=_dataset(evaluated) if evaluated else None,
-        processing_class=tokenizer or default_tokenizer,
-        rollout_func=rollout,
-    )
-    return run
-
-
-def _dataset(prompts):
-    return Dataset.from_list([{"prompt": prompt} for prompt in prompts])
-
-
-def train(folder, config=None, resume=None, **options) -> Run:
-    run = make(folder, config, **options)
-    run.trainer.train(resume_from_checkpoint=resume)
-    return run
-
+from tests.trainers.grpo.scripts import A, B, Run, assert_equal, make, tell, train
 
 # The script of a user whose data repeats prompts: every other batch and evaluation ask for A.
 SCRIPT = {
@@ -129,15 +44,15 @@ SCRIPT = {
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """A complete run of that script, and its output directory."""
+def uninterrupted(tmp_path_factory) -> Run:
+    """A complete run of that script."""
     return train(tmp_path_factory.mktemp("whole"), **SCRIPT)
 
 
-@pytest.fixture(scope="module")
-def idle(tmp_path_factory):
+@pytest.fixture
+def idle(tmp_path) -> Run:
     """A trainer that has not been trained."""
-    return make(tmp_path_factory.mktemp("idle")).trainer
+    return make(tmp_path)
 
 
 # No effect but on time -------------------------------------------------------------------------------------------
@@ -146,13 +61,31 @@ def idle(tmp_path_factory):
 @pytest.mark.slow
 def test_reuse_changes_nothing_but_time(uninterrupted, tmp_path):
     plain = train(tmp_path, RolloutConfig(acceptance="off"), **SCRIPT)
-    assert [call.tokens for call in uninterrupted.calls] == [call.tokens for call in plain.calls]
-    assert uninterrupted.logged("loss") == plain.logged("loss")
+    assert_equal(uninterrupted, plain)
     assert len(plain.logged("loss")) == 12
-    weights = plain.trainer.model.state_dict()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in uninterrupted.trainer.model.state_dict().items())
-    assert all(call.reused > 0 for call in uninterrupted.training[2:])
-    assert not any(call.reused for call in plain.calls)
+    assert all(batch.accepted > 0 for batch in uninterrupted.training[2:])
+    assert not any(batch.accepted for batch in plain.batches)
+
+
+@pytest.mark.slow
+def test_rloo_too(tmp_path):
+    options = {"kind": "rloo", "num_train_epochs": 3}
+    runs = [train(tmp_path / a, RolloutConfig(acceptance=a), **options) for a in ("exact", "off")]
+    assert_equal(*runs)
+    assert runs[0].batches[-1].accepted > 0
+
+
+@pytest.mark.slow
+def test_adapters_are_sampled_with(tmp_path):
+    from peft import LoraConfig
+
+    runs = []
+    for acceptance in ("exact", "off"):
+        config = RolloutConfig(acceptance=acceptance)
+        peft = LoraConfig(target_modules=["q_proj", "v_proj"], r=4)
+        runs.append(train(tmp_path / acceptance, config, peft_config=peft, num_train_epochs=3, learning_rate=1e-2))
+    assert_equal(*runs)
+    assert runs[0].batches[-1].accepted > 0
 
 
 @pytest.mark.slow
@@ -164,7 +97,18 @@ def test_under_autocast_the_engine_computes_as_the_trainer_does(uninterrupted, t
     run.trainer.train()
     assert seen
     assert all(seen), "TRL's default: fp32 weights, bf16 passes"
-    assert run.calls[0].keys == uninterrupted.calls[0].keys
+    assert run.batches[0].keys == uninterrupted.batches[0].keys
+
+
+def test_it_is_the_trainer_of_the_user(tmp_path):
+    class Mine(GRPOTrainer):
+        def compute_loss(self, *args, **options):
+            self.losses = getattr(self, "losses", 0) + 1
+            return super().compute_loss(*args, **options)
+
+    trainer_class = reusing(Mine)
+    assert issubclass(trainer_class, Mine)
+    assert issubclass(reusing(RLOOTrainer), RLOOTrainer)
 
 
 # Noise -----------------------------------------------------------------------------------------------------------
@@ -178,10 +122,10 @@ def repeated(*runs: Run) -> int:
 
 @pytest.mark.slow
 def test_no_noise_is_drawn_twice(uninterrupted):
-    assert [call.training for call in uninterrupted.calls].count(False) == 8, "four evaluations of two batches"
-    assert len(uninterrupted.calls) == 12 + 8
+    assert [batch.training for batch in uninterrupted.batches].count(False) == 8, "four evaluations of two batches"
+    assert len(uninterrupted.batches) == 12 + 8
     assert repeated(uninterrupted) == 0
-    assert [call.visits[0] for call in uninterrupted.training] == [n // 2 for n in range(12)], "A and B by turns"
+    assert [batch.visits[0] for batch in uninterrupted.training] == [n // 2 for n in range(12)], "A and B by turns"
 
 
 def by_epoch(monkeypatch):
@@ -218,7 +162,7 @@ def saved(folder: Path) -> TrajectoryCache:
 
 
 def visits_in(folder: Path) -> dict:
-    return json.loads((folder / "trainer_state.json").read_text())["stateful_callbacks"][STATE]
+    return json.loads((folder / "trainer_state.json").read_text())["stateful_callbacks"][STATE]["visits"]
 
 
 @pytest.mark.slow
@@ -227,25 +171,40 @@ def test_evaluation_stores_nothing(uninterrupted):
     names = visits_in(folder)["rollout"]
     assert list(names.values()) == [3, 3]
     stored = [text for name in names for text in saved(folder).siblings(name)]
-    trained = {key for call in uninterrupted.training[4:6] for key in call.keys}
+    trained = {key for batch in uninterrupted.training[4:6] for key in batch.keys}
     assert {trajectory.key for trajectory in stored} == trained
     assert list(visits_in(folder)["evaluation"].values()) == [2, 2], "evaluation counts its own visits"
 
 
 @pytest.mark.slow
 def test_metrics_are_in_trls_log(uninterrupted):
-    expected = [call.reused / sum(map(len, call.tokens)) for call in uninterrupted.training]
+    expected = [batch.accepted / sum(map(len, batch.tokens)) for batch in uninterrupted.training]
     assert uninterrupted.logged("spec/reused_ratio") == pytest.approx(expected, rel=1e-5)
     assert len(uninterrupted.logged("timing_s/gen")) == 12
     assert len(uninterrupted.logged("eval_spec/reused_ratio")) == 4
     assert max(uninterrupted.logged("spec/draft_acceptance_rate")) <= 1
+    assert len(uninterrupted.logged("spec/speedup")) == 1, "the tenth batch is a control step"
+
+
+@pytest.mark.slow
+def test_control_a_draft_that_is_not_verified_ends_a_control_step(monkeypatch, tmp_path):
+    generate = SpeculativeRollout.generate
+
+    def damaged(*args, **options):
+        batch = generate(*args, **options)
+        batch.completions[0].tokens[0] += 1
+        return batch
+
+    monkeypatch.setattr(SpeculativeRollout, "generate", damaged)
+    with pytest.raises(RolloutError, match="from token 0 on"):
+        train(tmp_path, RolloutConfig(measure_every=1), max_steps=1)
 
 
 # Two processes ---------------------------------------------------------------------------------------------------
 
 PROGRAM = """
 import json, os, sys
-from tests.trainers.grpo.test_hook import SCRIPT, train
+from tests.trainers.grpo.test_reusing import SCRIPT, train
 halved = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "ddp_backend": "gloo"}
 run = train(sys.argv[1], **SCRIPT | halved)
 result = {"keys": run.keys, "reused": run.logged("spec/reused_ratio")}
@@ -258,7 +217,7 @@ def test_two_processes_sample_what_one_does(uninterrupted, tmp_path):
     """Started as by torchrun. Each has half of every group."""
     (first, second), _ = by_two_processes(tmp_path, PROGRAM, 600)
     assert sorted(first["keys"] + second["keys"]) == sorted(uninterrupted.keys)
-    assert first["reused"] == second["reused"], "the mean over both"
+    assert first["reused"] == second["reused"], "the share of all rows"
 
 
 # Resumed ---------------------------------------------------------------------------------------------------------
@@ -268,13 +227,14 @@ def test_two_processes_sample_what_one_does(uninterrupted, tmp_path):
 def test_a_resumed_script_goes_on_as_if_undisturbed(uninterrupted, tmp_path):
     shutil.copytree(Path(uninterrupted.trainer.args.output_dir) / "checkpoint-6", tmp_path / "checkpoint-6")
     rest = train(tmp_path, **SCRIPT, resume=True)
-    later = [call for call in uninterrupted.calls if call.step > 6 or (call.step == 6 and call.training)]
-    assert [call.keys for call in rest.calls] == [call.keys for call in later]
-    assert rest.calls[0].reused > 0, "the checkpoint holds what to draft from"
+    later = [batch for batch in uninterrupted.batches if batch.step > 6 or (batch.step == 6 and batch.training)]
+    assert [batch.keys for batch in rest.batches] == [batch.keys for batch in later]
+    assert rest.batches[0].accepted > 0, "the checkpoint holds what to draft from"
+    assert len(rest.logged("spec/speedup")) == 1, "control steps are counted over the resume"
 
 
 @pytest.fixture(scope="module")
-def accumulated(tmp_path_factory):
+def accumulated(tmp_path_factory) -> Run:
     """Two rollouts in each of two optimiser steps, all of A, with a checkpoint at the end."""
     return train(tmp_path_factory.mktemp("accumulated"), **ACCUMULATED, max_steps=2)
 
@@ -292,7 +252,7 @@ ACCUMULATED = {
 def test_a_checkpoint_of_another_directory_brings_its_visits(accumulated, tmp_path):
     checkpoint = Path(accumulated.trainer.args.output_dir) / "checkpoint-2"
     rest = train(tmp_path, **ACCUMULATED, max_steps=3, resume=checkpoint)  # its directory has no checkpoint-2
-    assert [call.visits[0] for call in accumulated.calls + rest.calls] == [0, 1, 2, 3, 4, 5]
+    assert [batch.visits[0] for batch in accumulated.batches + rest.batches] == [0, 1, 2, 3, 4, 5]
     assert repeated(accumulated, rest) == 0
 
 
@@ -305,18 +265,7 @@ def test_control_forgotten_visits_repeat_noise(accumulated, tmp_path):
     assert repeated(accumulated, train(tmp_path, **ACCUMULATED, max_steps=3, resume=checkpoint)) > 0
 
 
-# TRL's behaviour -------------------------------------------------------------------------------------------------
-
-
-def test_prompts_are_rendered_as_trl_does(tmp_path):
-    _, tokenizer = load_tiny()
-    tokenizer.chat_template = TEMPLATE
-    trainer = make(tmp_path, tokenizer=tokenizer, chat_template_kwargs={"style": " loud"}).trainer
-    reuse = ReuseRollouts(trainer.args)
-    texts = reuse([A, B, A], trainer)["prompt_ids"]
-    assert texts == [tokenizer(text)["input_ids"] for text in (A, B, A)]
-    chats = reuse([[{"role": "user", "content": text}] for text in (A, B)], trainer)["prompt_ids"]
-    assert chats == [tokenizer(text + " loud")["input_ids"] for text in (A, B)]
+# What TRL's options ask for ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -337,18 +286,34 @@ def test_prompts_are_rendered_as_trl_does(tmp_path):
     ],
 )
 def test_options_of_trl_that_it_cannot_obey_are_refused(option, value, words, idle, monkeypatch):
-    monkeypatch.setattr(idle.args, option, value)
+    monkeypatch.setattr(idle.trainer.args, option, value)
     refused(idle, words)
 
 
-@pytest.mark.parametrize(("mode", "near"), [("colocate", ""), ("server", " cluster.num_workers=1")])
-def test_arguments_are_checked_before_there_is_a_trainer_and_at_the_first_rollout(mode, near, idle, monkeypatch):
-    reuse = ReuseRollouts(idle.args)
-    monkeypatch.setattr(idle.args, "use_vllm", True)
-    monkeypatch.setattr(idle.args, "vllm_mode", mode)
-    for refuse in (lambda: ReuseRollouts(idle.args), lambda: reuse([A], idle)):
-        with pytest.raises(RolloutError, match=f"use_vllm=True .*rollout.engine=vllm{near}$"):
-            refuse()
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"generation_kwargs": {"presence_penalty": 1.0}}, r"generation_kwargs\.presence_penalty.*Leave"),
+        ({"generation_kwargs": {"n": 2}}, r"generation_kwargs\.n=2.*Leave"),
+        ({"vllm_structured_outputs_regex": "a+"}, "Use vllm_structured_outputs_regex=None"),
+        ({"vllm_mode": "colocate", "vllm_tensor_parallel_size": 2}, "Use vllm_tensor_parallel_size=1"),
+        ({"min_p": 0.1}, "Use min_p=None"),
+        ({"repetition_penalty": 1.1}, "Use repetition_penalty=1"),
+    ],
+)
+def test_options_of_vllm_that_it_cannot_obey_are_refused_before_a_model_is_loaded(options, words, tmp_path):
+    args = GRPOConfig(str(tmp_path), use_vllm=True, use_cpu=True, bf16=False, **options)
+    with pytest.raises(RolloutError, match=words):
+        reusing(GRPOTrainer)("no-such-model", args=args, reward_funcs=len)
+
+
+def test_several_turns_on_a_server_need_one_process(idle, monkeypatch):
+    for name, value in {"use_vllm": True, "vllm_mode": "server"}.items():
+        monkeypatch.setattr(idle.trainer.args, name, value)
+    monkeypatch.setattr(type(idle.trainer.args), "world_size", 2)
+    check_args(idle.trainer.args, {})
+    with pytest.raises(RolloutError, match=r"tools.*Use vllm_mode='colocate'"):
+        check_args(idle.trainer.args, {"tools": [tell]})
 
 
 class Processor(ProcessorMixin):
@@ -358,21 +323,17 @@ class Processor(ProcessorMixin):
         pass
 
 
-def add(a: int, b: int) -> int:
-    """Adds two numbers."""
-
-
 @pytest.mark.parametrize(
-    ("attribute", "value", "words"),
+    ("name", "value", "words"),
     [
-        ("tools", [add], r"tools=\[add\]"),
-        ("environment_factories", {None: object}, "environment_factory"),
+        ("rollout_func", lambda prompts, trainer: {}, "rollout_func"),
         ("processing_class", Processor(), "processing_class=Processor"),
     ],
 )
-def test_what_takes_more_than_text_and_one_turn_is_refused(attribute, value, words, idle, monkeypatch):
-    monkeypatch.setattr(idle, attribute, value)
-    refused(idle, words)
+def test_arguments_that_it_cannot_serve_are_refused_before_a_model_is_loaded(name, value, words, tmp_path):
+    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(RolloutError, match=words):
+        reusing(GRPOTrainer)("no-such-model", args=args, reward_funcs=len, **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -387,22 +348,22 @@ def test_what_takes_more_than_text_and_one_turn_is_refused(attribute, value, wor
     ],
 )
 def test_a_generation_config_by_which_trl_would_sample_otherwise_is_refused(name, value, neutral, idle, monkeypatch):
-    monkeypatch.setattr(idle.generation_config, name, None, raising=False)
-    monkeypatch.setattr(idle.model.generation_config, name, value, raising=False)
+    monkeypatch.setattr(idle.trainer.generation_config, name, None, raising=False)
+    monkeypatch.setattr(idle.trainer.model.generation_config, name, value, raising=False)
     refused(idle, rf"model\.generation_config\.{name}={re.escape(repr(value))}.*Set it to {neutral!r}$")
-    setattr(idle.model.generation_config, name, neutral)
-    assert ReuseRollouts(idle.args)([A], idle)["completion_ids"]
+    setattr(idle.trainer.model.generation_config, name, neutral)
+    taken(idle)
 
 
 def test_what_trl_sets_itself_is_not_inherited(idle, monkeypatch):
     """Qwen2.5 has a repetition penalty and top_k, which TRL's options replace."""
     for name, value in {"repetition_penalty": 1.1, "top_k": 20, "top_p": 0.8, "temperature": 0.7}.items():
-        monkeypatch.setattr(idle.model.generation_config, name, value)
-    assert ReuseRollouts(idle.args)([A], idle)["completion_ids"]
+        monkeypatch.setattr(idle.trainer.model.generation_config, name, value)
+    taken(idle)
 
 
 def test_a_generation_config_of_the_trainer_that_was_changed_is_refused(idle, monkeypatch):
-    monkeypatch.setattr(idle.generation_config, "temperature", 0.25)
+    monkeypatch.setattr(idle.trainer.generation_config, "temperature", 0.25)
     refused(idle, r"trainer\.generation_config\.temperature=0\.25.*Set it to 1\.0")
 
 
@@ -411,28 +372,70 @@ def test_a_model_in_parts_is_refused_before_a_pass_that_the_others_do_not_take(i
     refused(idle, "FSDP 1 leaves no process a whole model")
 
 
-def refused(trainer, words: str) -> None:
+def refused(run: Run, words: str) -> None:
     with pytest.raises(RolloutError, match=words) as error:
-        ReuseRollouts(trainer.args)([A], trainer)
+        taken(run)
     assert "\n" not in str(error.value)
 
 
+def taken(run: Run) -> None:
+    """What is done once the trainer has been built."""
+    Reuse(run.trainer, RolloutConfig(), ToolResults())
+
+
 def test_control_values_that_ask_for_nothing_are_taken(idle, monkeypatch):
-    nothing = {"num_beams": 1, "use_cache": False, "temperature": idle.args.temperature, "suppress_tokens": None}
+    args = idle.trainer.args
+    nothing = {"num_beams": 1, "use_cache": False, "temperature": args.temperature, "suppress_tokens": None}
     for name, value in {"min_p": 0.0, "generation_kwargs": nothing, "repetition_penalty": 1.0}.items():
-        monkeypatch.setattr(idle.args, name, value)
-    assert len(ReuseRollouts(idle.args)([A], idle)["completion_ids"]) == 1
+        monkeypatch.setattr(args, name, value)
+    taken(idle)
 
 
-@pytest.mark.slow
-def test_each_trainer_has_its_own(idle, uninterrupted):
-    with pytest.raises(RolloutError, match="give each one its own"):
-        uninterrupted.reuse([A], idle)
+def test_images_are_refused(idle):
+    with pytest.raises(RolloutError, match="images"):
+        idle.trainer._generate_single_turn([[1]], [object()], {}, 1)
 
 
-def test_unsupported_options_of_reuse_are_refused(idle):
+def test_unsupported_options_of_reuse_are_refused():
     lossy = [RolloutConfig(acceptance=rule) for rule in ("lenient", "judged", "routed")]
     started = RolloutConfig(cache=CacheConfig(start_from="elsewhere"))
     for config in (RolloutConfig(engine="vllm"), *lossy, started):
         with pytest.raises(RolloutError, match=r"python -m specrl\.train"):
-            ReuseRollouts(idle.args, config)
+            reusing(GRPOTrainer, config)
+
+
+# TRL's methods -----------------------------------------------------------------------------------------------------
+
+
+class Overriding(GRPOTrainer):
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        raise AssertionError
+
+
+class OtherTRL(GRPOTrainer):
+    def _generate_single_turn(self, prompts, images):
+        raise AssertionError
+
+
+class WithoutSeam(GRPOTrainer):
+    def _generate(self, prompts):
+        return [], [], [], [], None, {}, None, []
+
+
+def test_a_method_of_the_users_own_is_not_ignored():
+    with pytest.raises(RolloutError, match="Overriding overrides _generate_single_turn"):
+        reusing(Overriding)
+
+
+def test_another_trl_is_refused_with_the_version_that_works():
+    with pytest.raises(RolloutError, match=r"prompts, images.*trl==1\.16\.0"):
+        reusing(OtherTRL)
+
+
+def test_a_trl_that_generates_elsewhere_is_refused_at_its_first_batch(tmp_path):
+    model, tokenizer = load_tiny()
+    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    data = Dataset.from_list([{"prompt": A}])
+    trainer = reusing(WithoutSeam)(model, reward_funcs=len, args=args, train_dataset=data, processing_class=tokenizer)
+    with pytest.raises(RolloutError, match=r"trl==1\.16\.0"):
+        trainer._generate([A])

@@ -1,10 +1,10 @@
-"""Reuse in an existing TRL script: the three lines marked (1), (2) and (3); everything else is TRL's.
+"""Reuse in an existing TRL script: the two lines marked (1) and (2); everything else is TRL's.
 
-python examples/trl_three_lines.py
+python examples/trl_reusing.py
 """
 
 from datasets import Dataset
-from specrl import ReuseRollouts  # (1)
+from specrl import reusing  # (1)
 from specrl.tiny import load_tiny
 from trl import GRPOConfig, GRPOTrainer
 
@@ -22,16 +22,14 @@ args = GRPOConfig(
     save_strategy="no",
     disable_tqdm=True,
 )
-reuse = ReuseRollouts(args)  # (2)
-trainer = GRPOTrainer(
+trainer = reusing(GRPOTrainer)(  # (2)
     model,
     reward_funcs=lambda completions, **_: [float("#### 37" in text) for text in completions],
     args=args,
     train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
     processing_class=tokenizer,
-    rollout_func=reuse,  # (3)
 )
 trainer.train()
 
-stats = reuse.last.stats  # of the second epoch, which drafts with what the first one stored
-print(f"{stats.accepted} of {stats.drafted} draft tokens accepted in epoch 2")
+(turn,) = trainer.specrl.turns  # of the second epoch, which drafts with what the first one stored
+print(f"{turn.batch.stats.accepted} of {turn.tokens} tokens accepted from drafts in epoch 2")

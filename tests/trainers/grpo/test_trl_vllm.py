@@ -1,0 +1,142 @@
+"""TRL with vLLM, in its process and behind a server: drafts change the time and nothing else, in every turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import requests
+from trl import GRPOConfig, GRPOTrainer
+
+from specrl import reusing
+from specrl.rollout.types import RolloutError
+from specrl.run.policy import TINY_PATH
+from tests.runs import ROOT
+
+pytest.importorskip("vllm", reason="needs vLLM: make setup")
+
+ENVIRONMENT = os.environ | {
+    "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+STARTS_WITHIN = 180  # seconds
+
+
+TURNS = {"single": 1, "rloo": 1, "tools": 3, "async": 3, "environment": 3}
+"""Turns of the longest conversation of each script."""
+
+
+def runs(folder: Path, mode: str, *url: str) -> dict[str, dict]:
+    """The runs of vllm_script.py with drafts and without, by kind of script."""
+    command = [sys.executable, "-m", "tests.trainers.grpo.vllm_script", str(folder), mode, ",".join(TURNS), *url]
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {kind: json.loads((folder / f"{kind}.json").read_text()) for kind in TURNS}
+
+
+def check(both: dict, turns: int) -> None:
+    """Drafts changed nothing, and were accepted from the second visit on."""
+    off, exact = both["off"], both["exact"]
+    for name in ("tokens", "keys", "loss", "reward", "weights", "turns"):
+        assert off[name] == exact[name], name
+    assert max(exact["turns"]) == turns
+    assert len(set(exact["keys"])) == len(exact["keys"])
+    assert not any(off["accepted"])
+    assert exact["accepted"][-1] > 0
+    assert exact["passes"][-1] < 0.7 * off["passes"][-1], "the last visit takes fewer steps of the engine"
+    assert exact["spec/flips_per_1k"] == [0.0] * len(exact["spec/speedup"])
+    assert max(exact["gap"], default=0) < 1e-3, "vLLM has the trainer's weights, up to rounding"
+
+
+@pytest.fixture(scope="module")
+def colocated(tmp_path_factory) -> dict[str, dict]:
+    return runs(tmp_path_factory.mktemp("colocated"), "colocate")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", TURNS)
+def test_colocated(kind, colocated):
+    check(colocated[kind], TURNS[kind])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The address of `python -m specrl.serve` with the embedded policy."""
+    with serving(tmp_path_factory.mktemp("server"), [sys.executable, "-m", "specrl.serve"]) as url:
+        yield url
+
+
+class serving:
+    """A vLLM server for a `with` block. Args: command: what starts it, to which options are added."""
+
+    def __init__(self, folder: Path, command: list[str], **environment: str):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = folder / "log"
+        self.command = [*command, *f"--model {TINY_PATH} --served-model-name tiny --port {port}".split()]
+        self.command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--block-size", "32"]
+        self.command += ["--max-model-len", "900", "--max-num-batched-tokens", "2048"]
+        self.environment = ENVIRONMENT | environment
+
+    def __enter__(self) -> str:
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command, cwd=ROOT, env=self.environment, stdout=log, stderr=subprocess.STDOUT
+            )
+        deadline = time.monotonic() + STARTS_WITHIN
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                if requests.get(f"{self.url}/health", timeout=5).ok:
+                    return self.url
+            except requests.ConnectionError:
+                time.sleep(0.5)
+        self.__exit__()
+        raise AssertionError(self.log.read_text()[-4000:])
+
+    def __exit__(self, *_) -> None:
+        self.process.terminate()
+        self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def served(server, tmp_path_factory) -> dict[str, dict]:
+    return runs(tmp_path_factory.mktemp("served"), "server", server)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", TURNS)
+def test_served(kind, served):
+    check(served[kind], TURNS[kind])
+
+
+@pytest.mark.long
+def test_a_bad_request_ends_no_server(server, tmp_path):
+    """Unknown entries, wrong values and ids outside the vocabulary, each followed by a good request."""
+    for extra, prompt in (({"specrl_key": 1}, [5, 6]), ({"specrl_kye": 1}, [5, 6]), ({"specrl_key": "x"}, [5])):
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 3, "vllm_xargs": extra}
+        assert not requests.post(f"{server}/v1/completions", json=body, timeout=60).ok
+        good = body | {"vllm_xargs": {}}
+        assert requests.post(f"{server}/v1/completions", json=good, timeout=60).ok
+
+
+@pytest.mark.long
+def test_a_server_without_our_classes_is_refused_before_a_model_is_loaded(tmp_path):
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    with serving(tmp_path, command, VLLM_SERVER_DEV_MODE="1") as url:
+        args = GRPOConfig(
+            str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, vllm_mode="server", vllm_server_base_url=url
+        )
+        with pytest.raises(RolloutError, match=r"python -m specrl\.serve"):
+            reusing(GRPOTrainer)("no-such-model", args=args, reward_funcs=len)

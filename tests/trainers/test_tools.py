@@ -1,0 +1,182 @@
+"""Results of deterministic tools: the same conversations, and no call twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+from transformers.utils import get_json_schema
+
+from specrl.rollout.config import RolloutConfig
+from specrl.trainers.tools import LONGEST, ToolResults
+from tests.trainers.grpo import scripts
+from tests.trainers.grpo.scripts import assert_equal, make_conversations, train
+
+
+def declared(tool):
+    """The tool with a count of its calls, declared deterministic."""
+    tool.deterministic = True
+    return tool
+
+
+@pytest.fixture
+def counted():
+    """A deterministic tool that counts its calls, and the count."""
+    calls = []
+
+    @declared
+    def double(number: int) -> str:
+        """Doubles a number.
+
+        Args:
+            number: any number.
+        """
+        calls.append(number)
+        if number < 0:
+            raise ValueError("negative")
+        return str(2 * number)
+
+    return double, calls
+
+
+def test_a_result_is_kept_by_its_arguments(counted):
+    tool, calls = counted
+    kept = ToolResults().wrap(tool)
+    assert [kept(number=3), kept(number=4), kept(number=3)] == ["6", "8", "6"]
+    assert calls == [3, 4]
+    assert get_json_schema(kept) == get_json_schema(tool)
+
+
+def test_a_tool_that_raises_raises_again(counted):
+    tool, calls = counted
+    kept = ToolResults().wrap(tool)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="negative"):
+            kept(number=-1)
+    assert calls == [-1, -1]
+
+
+def test_a_tool_that_is_not_declared_always_runs():
+    assert ToolResults().wrap(scripts.tell) is scripts.tell
+
+
+def test_results_that_are_long_or_not_text_are_not_kept():
+    calls = []
+    values = {"long": "x" * (LONGEST + 1), "parts": [{"type": "text", "text": "a"}]}
+
+    @declared
+    def look(name: str, extra: object = None) -> object:
+        calls.append(name)
+        return values.get(name, "short")
+
+    results = ToolResults()
+    kept = results.wrap(look)
+    for name in ("long", "parts", "short"):
+        assert [kept(name=name), kept(name=name)] == [values.get(name, "short")] * 2
+    kept(name="short", extra=object())
+    kept(name="short", extra=object())
+    assert calls == ["long", "long", "parts", "parts", "short", "short", "short"]
+    assert len(results) == 1
+
+
+def test_the_least_recently_used_result_is_dropped(counted):
+    tool, calls = counted
+    results = ToolResults(max_chars=2)
+    kept = results.wrap(tool)
+    for number in (1, 2, 1, 3, 1, 2):
+        kept(number=number)
+    assert calls == [1, 2, 3, 2], "1 was used last when 3 came"
+    assert len(results) == 2
+
+
+def test_async_tools_too():
+    calls = []
+
+    @declared
+    async def wait(number: int) -> str:
+        calls.append(number)
+        await asyncio.sleep(0)
+        return str(number)
+
+    kept = ToolResults().wrap(wait)
+    assert [asyncio.run(kept(number=n)) for n in (1, 1, 2)] == ["1", "1", "2"]
+    assert calls == [1, 2]
+
+
+def test_results_survive_in_a_file_and_a_damaged_one_costs_time_only(counted, tmp_path, caplog):
+    tool, calls = counted
+    results = ToolResults()
+    results.wrap(tool)(number=5)
+    results.save(tmp_path / "tools.json")
+    again = ToolResults()
+    again.load(tmp_path / "tools.json")
+    assert again.wrap(tool)(number=5) == "10"
+    assert calls == [5]
+    for damaged in ("", "[", '[["a"]]', "7", "[" * 100_000):
+        (tmp_path / "tools.json").write_text(damaged)
+        other = ToolResults()
+        other.load(tmp_path / "tools.json")
+        assert len(other) == 0
+    assert "tools.json" in caplog.text
+    other.load(tmp_path / "missing.json")
+
+
+@pytest.mark.slow
+def test_conversations_are_those_without_kept_results(monkeypatch, tmp_path):
+    """Three epochs; and a resume, whose checkpoint has the results."""
+    calls = []
+
+    def tell(total: int) -> str:
+        """Tells the total so far.
+
+        Args:
+            total: how many there are.
+        """
+        calls.append(total)
+        return scripts.following(total)
+
+    monkeypatch.setattr(scripts, "tell", tell)
+    options = {"script": make_conversations, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 4}
+    options["shuffle_dataset"] = False  # a resumed TRL repeats the order of its first epoch
+    plain = train(tmp_path / "plain", **options)
+    without = len(calls)
+    tell.deterministic = True
+    calls.clear()
+    kept = train(tmp_path / "kept", **options)
+    assert_equal(kept, plain)
+    assert len(calls) == len(set(calls)) < without
+    assert kept.logged("tools/kept_ratio")[-1] > 0.5
+    assert json.loads((tmp_path / "kept/checkpoint-4/specrl/tools.json").read_text())
+    before = set(calls)
+    calls.clear()
+    resumed = train(tmp_path / "kept", resume=str(tmp_path / "kept/checkpoint-4"), **options)
+    assert [b.tokens for b in resumed.batches] == [b.tokens for b in plain.batches[-2:]]
+    assert set(calls) <= before
+    assert len(calls) < without / 2
+
+
+@pytest.mark.slow
+def test_control_a_tool_that_is_wrongly_declared_changes_the_conversations(monkeypatch, tmp_path):
+    """So a declaration is a promise of the tool's author."""
+    state = SimpleNamespace(calls=0)
+
+    @declared
+    def tell(total: int) -> str:
+        """Tells the total so far.
+
+        Args:
+            total: how many there are.
+        """
+        state.calls += 1
+        return scripts.following(total + state.calls)
+
+    monkeypatch.setattr(scripts, "tell", tell)
+    runs = []
+    for deterministic in (True, False):
+        tell.deterministic = deterministic
+        state.calls = 0
+        config = RolloutConfig(measure_every=0)
+        runs.append(train(tmp_path / str(deterministic), config, script=make_conversations, num_train_epochs=2))
+    assert [b.tokens for b in runs[0].batches] != [b.tokens for b in runs[1].batches]

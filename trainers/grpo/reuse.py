@@ -1,0 +1,236 @@
+"""The generation of one TRL trainer: conversations with keys, drafts from earlier visits, and what a resume needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+
+from specrl.rollout.build import build_engine
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache, load
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import EngineSpec
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.keys import Visits
+from specrl.rollout.reduction import Metric, merged
+from specrl.rollout.speculative import Domain, SpeculativeRollout
+from specrl.rollout.types import Completion, RolloutError, Row
+from specrl.trainers.grpo.conversations import Conversation, begin, match
+from specrl.trainers.grpo.limits import INSTALL, check_trainer
+from specrl.trainers.grpo.turns import Turn, control_metrics, turn_metrics
+from specrl.trainers.grpo.vllm import TRLEngine
+from specrl.trainers.tools import ToolResults
+from specrl.trainers.weights import check_shared
+
+STATE = "specrl"
+"""Key of the counts that a resumed run needs in the trainer's state."""
+RESULTS = "tools.json"
+"""File of a checkpoint with the results of deterministic tools."""
+
+
+class Reuse:
+    """Generates the turns of one trainer, and keeps what they draft from.
+
+    Args:
+        trainer: built by TRL.
+        config: options of reuse.
+        results: of its deterministic tools.
+    """
+
+    def __init__(self, trainer: Any, config: RolloutConfig, results: ToolResults):
+        check_trainer(trainer)
+        self.trainer = trainer
+        self.results = results
+        self.config = replace(
+            config,
+            group_size=trainer.num_generations,
+            temperature=trainer.args.temperature,
+            top_p=trainer.args.top_p,
+            top_k=trainer.args.top_k,
+            max_new_tokens=trainer.max_completion_length,
+        )
+        self._rollout: SpeculativeRollout | None = None
+        self._visits = {"rollout": Visits(), "evaluation": Visits()}
+        self._context = 0
+        """Most tokens of a prompt and its response, once the engine is open."""
+        self._batches = 0
+        """Training batches so far, which decide about control steps."""
+        self._resumed = False
+        self._conversations: list[Conversation] = []
+        self.turns: list[Turn] = []
+        """Of the latest batch of this process, with what was reused and what it cost."""
+
+    @property
+    def rollout(self) -> SpeculativeRollout:
+        """Built when it is first needed, as TRL places the model after its constructor."""
+        if self._rollout is None:
+            self._rollout = self._open()
+        return self._rollout
+
+    @property
+    def cache(self) -> TrajectoryCache | None:
+        """The stored responses, once there are any."""
+        return None if self._rollout is None else self._rollout.cache
+
+    # A batch of conversations --------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """TRL begins a batch."""
+        self._resume()
+        self.turns = []
+
+    def turn(self, prompts: Sequence[Sequence[int]]) -> list[Completion]:
+        """One response to each prompt. Every process has a first turn, in which all take part.
+
+        Args:
+            prompts: token ids; of a later turn, those of the conversations that go on.
+        """
+        number = len(self.turns)
+        trainer, rollout = self.trainer, self.rollout
+        domain: Domain = "rollout" if trainer.model.training else "evaluation"  # TRL's own criterion
+        if number == 0:
+            process = trainer.accelerator.process_index
+            self._conversations = begin(prompts, self._visits[domain], gather_object, process)
+            conversations = self._conversations
+        else:
+            conversations = match(self._conversations, prompts)
+        rows = [self._row(c, ids, number) for c, ids in zip(conversations, prompts, strict=True)]
+        active = [i for i, row in enumerate(rows) if row.max_new_tokens]
+        step = max(trainer.state.global_step, rollout.engine.weight_version)  # a second train() restarts at 0
+        rollout.engine.update_weights(None, step)
+        with self._autocast():
+            batch = rollout.generate(
+                [rows[i] for i in active],
+                visit=[conversations[i].visit for i in active],
+                step=step,
+                sample_indices=[conversations[i].sample_index for i in active],
+                domain=domain,
+            )
+        self.turns.append(Turn([rows[i] for i in active], batch, step, training=domain == "rollout"))
+        completions = [_empty(step) for _ in rows]
+        for i, completion in zip(active, batch.completions, strict=True):
+            completions[i] = completion
+        for conversation, ids, completion in zip(conversations, prompts, completions, strict=True):
+            conversation.tokens = [*ids, *completion.tokens]
+        return completions
+
+    def end(self) -> None:
+        """TRL has all turns of a batch: stores them, measures if it is time to, and logs. Every process takes part."""
+        if not self.turns:
+            raise RolloutError(f"TRL generated a batch without the method that reusing() overrides. {INSTALL}")
+        trainer, rollout = self.trainer, self.rollout
+        training = self.turns[0].training
+        if training and rollout.cache is not None:
+            entries = [entry for turn in self.turns for entry in turn.entries(rollout)]
+            with self.turns[0].batch.charge_store():
+                rollout.cache.merge(gather_object(entries))
+        self.results.merge(result for part in gather_object([self.results.take_new()]) for result in part)
+        metrics = turn_metrics(self.turns) | self.results.take_metrics()
+        if training:
+            self._batches += 1
+            every = self.config.measure_every
+            if every and self._batches % every == 0 and self.config.acceptance == "exact":
+                metrics |= self._measure()
+        visits = {name: visits.state() for name, visits in self._visits.items()}
+        state = {"visits": visits, "batches": self._batches}
+        trainer.state.stateful_callbacks[STATE] = state  # saved in every checkpoint
+        for name, value in merged(gather_object([metrics]), Metric.beside).items():
+            trainer._log_metric(name, float(value))  # TRL keeps evaluation apart
+
+    def _measure(self) -> dict[str, Metric]:
+        trainer, engine = self.trainer, self.rollout.engine
+        if isinstance(engine, TRLEngine):
+            engine.reset_cache()
+        exact_bits = trainer.model.dtype == torch.float32 and trainer.accelerator.device.type == "cpu"
+        keeps_all_tokens = (self.config.top_p, self.config.top_k) == (1.0, 0)  # else rounding can change which are kept
+        same_numerics = not trainer.use_vllm and trainer.accelerator.mixed_precision == "no"
+        strict = exact_bits and keeps_all_tokens and same_numerics
+        with self._autocast():
+            return control_metrics(self.rollout, self.turns, strict=strict)
+
+    def _row(self, conversation: Conversation, ids: Sequence[int], turn: int) -> Row:
+        """The row of a turn, capped where TRL would cut the response: what is left of max_completion_length."""
+        cap = self.config.max_new_tokens
+        if turn:
+            used = len(ids) - conversation.prompt_tokens
+            cap = max(0, min(cap - used, self._context - len(ids)))
+        return conversation.row(ids, turn, cap)
+
+    def _autocast(self) -> Any:
+        """Rollouts of the trainer's own model sample from the distribution that its passes compute."""
+        return nullcontext() if self.trainer.use_vllm else self.trainer.accelerator.autocast()
+
+    # Start and resume ----------------------------------------------------------------------------------------------
+
+    def _open(self) -> SpeculativeRollout:
+        trainer, config = self.trainer, self.config
+        eos_ids = frozenset(trainer.eos_token_ids)
+        engine: TRLEngine | TransformersEngine
+        if trainer.use_vllm:
+            engine = TRLEngine(trainer, eos_ids)
+        else:
+            check_shared(False, trainer.accelerator)
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            with self._autocast():
+                built = build_engine(EngineSpec(eos_ids=eos_ids, rollout=config), model)
+            assert isinstance(built, TransformersEngine), "check_config refuses other engines"
+            engine = built
+        self._context = engine.context
+        cache = TrajectoryCache(Fingerprint(), engine.vocab, eos_ids, max_mb=config.cache.max_mb)
+        return SpeculativeRollout(engine, cache, config, trainer.args.seed)
+
+    def _resume(self) -> None:
+        """Restores the counts from the state of a resumed trainer, and trajectories from its output directory.
+
+        The checkpoint of this step in that directory need not be the resumed one, but trajectories only affect speed.
+        """
+        trainer = self.trainer
+        if self._resumed or not (trainer.state.global_step or trainer.model.training):
+            return  # an evaluation before training
+        self._resumed = True
+        if not trainer.state.global_step:
+            return
+        state = trainer.state.stateful_callbacks.get(STATE, {})
+        self._visits |= {name: Visits(counts) for name, counts in state.get("visits", {}).items()}
+        self._batches = state.get("batches", 0)
+        home = _home(trainer.args, trainer.state)
+        self.results.load(home / RESULTS)
+        if (cache := self.rollout.cache) is not None:
+            self.rollout.cache = load(
+                home,
+                cache.fingerprint,
+                cache.vocab_size,
+                cache.eos_ids,
+                max_step=trainer.state.global_step,
+                max_mb=self.config.cache.max_mb,
+            )
+
+
+class SaveTrajectories(TrainerCallback):
+    """Saves the trajectories into every checkpoint that TRL writes."""
+
+    def __init__(self, reuse: Reuse):
+        self._reuse = reuse
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control, **kwargs) -> None:
+        home = _home(args, state)
+        cache = self._reuse.cache
+        elsewhere = not home.parent.is_dir()  # a hyperparameter search saves to other directories
+        if cache is not None and state.is_world_process_zero and not elsewhere:
+            cache.save(home, state.global_step, self._reuse.config.cache.on_write_error)
+            self._reuse.results.save(home / RESULTS)
+
+
+def _home(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / "specrl"
+
+
+def _empty(version: int) -> Completion:
+    """The response of a conversation that has no tokens left, which TRL leaves out."""
+    return Completion([], [], [], [], finish="length", version=version, passes=0)
