@@ -16,16 +16,13 @@ SERVER = "vllm.entrypoints.openai.api_server"
 
 def arguments(options: list[str]) -> list[str]:
     """vLLM's arguments. Args: options: of the command line."""
-    from vllm.platforms import current_platform
+    from specrl.rollout.engines.vllm.served import engine_args, weight_transfer
 
-    from specrl.rollout.engines.vllm.served import engine_args
-
-    on_cpu = current_platform.is_cpu()
     added = {
         "generation-config": "vllm",  # requests bring all sampling params
         "logprobs-mode": "processed_logprobs",
         "max-logprobs": "-1",
-        "weight-transfer-config": json.dumps({"backend": "specrl" if on_cpu else "nccl"}),
+        "weight-transfer-config": json.dumps({"backend": weight_transfer()}),
         "worker-extension-cls": "specrl.rollout.engines.vllm.worker.WorkerExtension",
     }
     for name, value in engine_args().items():

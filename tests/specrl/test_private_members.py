@@ -7,7 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOREIGN = {
-    *("_generate_and_score_completions", "_get_per_token_logps_and_entropies", "_compute_loss"),  # TRL's hooks
+    *("_generate_and_score_completions", "_get_per_token_logps_and_entropies", "_compute_loss"),  # of TRL's trainers
+    *("_generate", "_generate_single_turn"),  # the same
     "_attn_implementation",  # transformers
     *("_preempt_request", "_verify", "_sample_random"),  # vLLM
     *("_private", "_global_node"),  # Ray

@@ -66,6 +66,11 @@ def engine_args() -> dict:
     return ENGINE_ARGS["v2" if HAS_TRITON and envs.VLLM_USE_V2_MODEL_RUNNER is not False else "v1"]
 
 
+def weight_transfer() -> str:
+    """The backend by which a trainer sends weights to a server on this machine: NCCL, or files where there is no GPU."""
+    return "specrl" if current_platform.is_cpu() else "nccl"
+
+
 def serve_by_default() -> None:
     """Every engine that this process starts by `vllm.AsyncEngineArgs` from now on serves keyed requests.
 
