@@ -194,7 +194,7 @@ def test_planted_faults_in_blocks_are_found():
     assert wrong("python", "x = 1\n") == ["line 1: python"], "this page's code is run by no test"
     assert indented("a\n\n    ls\n\n```python\nif x:\n\n    y\n```\n") == ["ls"]
     assert blocks(page, "- a\n   ```sh\n   ls\n   ```\n") == [Block(page, 2, "sh", "ls\n")]
-    assert missing_names("from specrl import ReuseRollouts, Nothing\nfrom specrl.session import ReuseSession") == [
+    assert missing_names("from specrl import reusing, Nothing\nfrom specrl.session import ReuseSession") == [
         "specrl.Nothing"
     ]
 
