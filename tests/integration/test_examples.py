@@ -71,6 +71,18 @@ def test_trl_reusing(script):
     assert script("trl_reusing.py")["turn"].batch.stats.accepted > 0
 
 
+@pytest.mark.long
+def test_trl_vllm(tmp_path):
+    """In a process of its own, as vLLM is started in it."""
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(EXAMPLES / "trl_vllm.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    accepted, tokens = re.search(r"(\d+) of (\d+) tokens accepted", done.stdout).groups()
+    assert 0 < int(accepted) <= int(tokens)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["custom_reward.py", "own_dataset.yaml"])
 def test_the_command_of_an_example_trains(name, tmp_path, monkeypatch):

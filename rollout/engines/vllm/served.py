@@ -67,7 +67,7 @@ def engine_args() -> dict:
 
 
 def weight_transfer() -> str:
-    """The backend by which a trainer sends weights to a server on this machine: NCCL, or files where there is no GPU."""
+    """The backend by which a trainer sends weights to a server on this machine: NCCL, or files without a GPU."""
     return "specrl" if current_platform.is_cpu() else "nccl"
 
 
