@@ -12,7 +12,7 @@ BOUNDS = {
     "rss_mb": (30.0, 3.0),
     "workers_mb": (10.0, 3.0),
     "files": (8.0, 0.0),
-    "threads": (2.0, 0.0),
+    "threads": (4.0, 0.0),  # of which a resumed process loads its weights with some, for a moment
     "processes": (1.0, 0.0),
     "checkpoint_mb": (0.1, 0.02),
 }

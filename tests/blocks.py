@@ -32,6 +32,7 @@ NOT_RUN = {
     "RAY_AUTH_MODE=": "needs several machines; tests/integration/test_ray.py runs workers",
     "torchrun ": "needs several GPUs; tests/integration/test_two_processes.py runs two processes",
     "accelerate launch ": "needs several GPUs; tests/integration/test_sharded.py runs two processes",
+    "python -m specrl.serve ": "serves until it is stopped; tests/trainers/grpo/test_trl_vllm.py starts such a server",
     "python -m specrl.report run=outputs/ray_grpo_math ": "needs the run of the line before it, which is not trained",
 }
 """Beginnings of commands that no test can run, with the reason."""

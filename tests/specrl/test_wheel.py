@@ -70,7 +70,7 @@ def test_an_installed_wheel_trains_by_its_console_script(wheel, tmp_path):
     done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     report = elsewhere / "outputs" / "grpo_math" / "report.md"
-    assert "Speedup" in report.read_text()
+    assert report.read_text().startswith("# grpo_math")
     code = "import specrl; print(specrl.__file__)"
     where = subprocess.run([clean / "bin/python", "-c", code], cwd=elsewhere, capture_output=True, text=True)
     assert where.stdout.startswith(str(site))
