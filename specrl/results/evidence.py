@@ -181,6 +181,26 @@ def _without_ahead(run: RunRecords, baseline: RunRecords | None, steps: Sequence
     return {"step_s_without": step_s(same) / len(same), "baseline": str(baseline.path)} if same else {}
 
 
+def evaluations(evals: Sequence[dict]) -> dict | None:
+    """What the evaluations that had drafts cost, for report.json; None if there were none.
+
+    Plain decoding takes as many passes as a response has tokens, and there was no such decoding to time.
+    """
+    drafted = [record for record in evals if number(record, "eval/hit_rate")]
+    if not drafted:
+        return None
+    names = {"passes_per_row": "eval/passes_per_row", "plain_passes_per_row": "eval/mean_length"}
+    names |= {"passes_max": "eval/passes_max", "plain_passes_max": "eval/max_length"}
+    result = {name: mean(drafted, key) for name, key in names.items()}
+    result |= {"count": len(drafted), "of": len(evals), "gen_s": total(drafted, "eval/gen_s")}
+    sentence = (
+        f"Evaluations: {len(drafted)} of {len(evals)} drafted from the texts of the one before. They took "
+        f"{result['passes_per_row']:.1f} passes a row (slowest {result['passes_max']:.0f}) where plain decoding takes "
+        f"{result['plain_passes_per_row']:.1f} (slowest {result['plain_passes_max']:.0f})."
+    )
+    return result | {"sentence": sentence}
+
+
 def rule(config: Config | None) -> str:
     """The rollout rule of a run: its name, a colon, and a sentence about the distribution that it samples from."""
     if config is None:

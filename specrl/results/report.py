@@ -13,9 +13,18 @@ from pathlib import Path
 from rich.console import Console
 
 from specrl.results import tables
-from specrl.results.evidence import Evidence, against_baseline, ahead, notes, numbers, on_control_steps, rule
+from specrl.results.evidence import (
+    Evidence,
+    against_baseline,
+    ahead,
+    evaluations,
+    notes,
+    numbers,
+    on_control_steps,
+    rule,
+)
 from specrl.results.plots import draw
-from specrl.results.records import RunRecords, counted, load_run, mean, number, text, to_json, total
+from specrl.results.records import EVALUATION_COST, RunRecords, counted, load_run, mean, number, text, to_json, total
 from specrl.results.savings import breakdown, estimate, first_last, later, step_speedup
 from specrl.results.speedup import flips
 from specrl.run.machine import machine
@@ -50,6 +59,8 @@ class Report:
             console.print()
         if self.summary["ahead"]:
             tables.note(console, self.summary["ahead"]["sentence"])
+        if self.summary["evaluations"]:
+            tables.note(console, self.summary["evaluations"]["sentence"])
         tables.note(console, learned(self.summary))
         for line in self.summary["notes"]:
             tables.note(console, f"note: {line}", "yellow")
@@ -73,8 +84,9 @@ class Report:
                 steps = counted(summary["steps"], "step")
                 lines += [f"Extrapolated to all {steps}: {summary['estimate']['sentence']}.", ""]
         lines += [f"Control rollouts took {summary['control_s']:.1f} s, charged to neither side.", ""]
-        if summary["ahead"]:
-            lines += [summary["ahead"]["sentence"], ""]
+        for key in ("ahead", "evaluations"):
+            if summary[key]:
+                lines += [summary[key]["sentence"], ""]
         lines += _steps(summary["step_s"], summary["steps"])
         lines += ["## Learning", "", f"- {learned(summary)}", *_evaluations(summary["eval"])]
         lines += ["", "## Reuse, from epoch 2 on", ""]
@@ -135,6 +147,7 @@ def summarise(run: RunRecords, baseline: RunRecords | None, evidence: dict[str, 
         **{kind: each.summary() for kind, each in evidence.items()},
         "estimate": asdict(saved) | {"sentence": str(saved)} if saved else None,
         "ahead": ahead(run, baseline),
+        "evaluations": evaluations(run.evals),
         "control_s": total(steps, "timing_s/control"),
         "step_s": breakdown(steps),
         "step_speedup": numbers(step_speedup(steps)),
@@ -162,7 +175,8 @@ def _evaluations(evals: list[dict]) -> list[str]:
     """A line for the first and one for the last evaluation."""
     lines = []
     for label, record in zip(("before", "after"), evals[:1] + evals[1:][-1:], strict=False):
-        values = (f"{key.removeprefix('eval/')} {shown(number(record, key))}" for key in record if key != "step")
+        keys = [key for key in record if key not in ("step", *EVALUATION_COST)]
+        values = (f"{key.removeprefix('eval/')} {shown(number(record, key))}" for key in keys)
         lines.append(f"- evaluation {label}, at step {record['step']}: {', '.join(values)}")
     return lines
 

@@ -20,11 +20,12 @@ from specrl.rollout.engines.base import Engine, EngineSpec
 from specrl.rollout.reduction import Metric, count, mean
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.run import policy
+from specrl.run.accuracy import last_texts
 from specrl.run.data import Example, left_out, to_dataset
 from specrl.run.prompts import Prompt, chat_template, check_lengths, described, render
 from specrl.run.run_dir import RunDir, data_digests, same_data
 from specrl.trainers.callbacks import ShortHistory, StopOnSignal
-from specrl.trainers.checkpoint import Checkpoint, CompleteCheckpoint, writing
+from specrl.trainers.checkpoint import EVALUATIONS, TRAJECTORIES, Checkpoint, CompleteCheckpoint, writing
 from specrl.trainers.rollouts import Score, Setup
 
 if TYPE_CHECKING:
@@ -74,9 +75,7 @@ class Run:
             self.tokenizer.save_pretrained(model)
             if rollouts.drafter_trainer:
                 rollouts.drafter_trainer.save_model(self.path / "drafter")
-        if rollouts.source.cache is not None:
-            on_error = self.config.rollout.cache.on_write_error
-            rollouts.source.cache.save(self.path / "trajectories", self.trainer.state.global_step, on_error)
+        rollouts.source.save(self.path / TRAJECTORIES, self.path / EVALUATIONS, self.trainer.state.global_step)
 
     def report(self) -> None:
         """Writes and prints the report and the model card."""
@@ -112,6 +111,10 @@ def build(
         data = same_data(checkpoint.marker()["data"], data, config.data)
     prompts = {example.id: render(example, tokenizer, config.dataset) for example in train}
     cache = load_cache(config, tokenizer, model, eos_ids, checkpoint)
+    vocab_size = model.get_output_embeddings().weight.shape[0]
+    folder = checkpoint.evaluations if checkpoint and not config.rollout.cache.clear else None
+    step = checkpoint.step if checkpoint else 0
+    evaluations = last_texts(config, tokenizer, vocab_size, eos_ids, folder, max_step=step)
 
     with ExitStack() as stack:
         rewards = stack.enter_context(closing(load_rewards(config.reward)))
@@ -124,7 +127,7 @@ def build(
             """The trainer calls this after it has wrapped the policy, for example with adapters."""
             engine = make_engine(config, policy.engine_spec(config, eos_ids), trained)
             stack.callback(engine.close)
-            return SpeculativeRollout(engine, cache, config.rollout, config.seed)
+            return SpeculativeRollout(engine, cache, config.rollout, config.seed, evaluations)
 
         setup = Setup(
             score=scorer(rewards, tokenizer, prompts),
