@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from specrl.rollout.cache.log import Twin
 from specrl.rollout.cache.memory import TrajectoryCache
 from specrl.rollout.checks import check
 from specrl.rollout.config import RolloutConfig
@@ -44,6 +45,7 @@ class SpeculativeRollout:
         config: acceptance, replay, caps.
         seed: of the run; all noise keys derive from it.
         evaluations: responses of the last evaluation, whose keys are the next one's too; used by `exact` only.
+        twin: responses of a run with the same seed, of which those with the rows' keys are followed first.
 
     Raises:
         RolloutError: the config has a value that the command line would refuse.
@@ -56,11 +58,14 @@ class SpeculativeRollout:
         config: RolloutConfig,
         seed: int,
         evaluations: TrajectoryCache | None = None,
+        twin: Twin | None = None,
     ):
         check(config)
         self.engine, self.config, self.seed = engine, config, seed
         self.cache = cache if config.reuses else None
         self.evaluations = evaluations if config.acceptance == "exact" else None
+        self.twin = twin if config.acceptance == "exact" else None
+        self._twin_texts: dict[int, Trajectory] = {}  # by key, of rows to be rolled out
         self._reused = 0.0
         self._announced: list[Planned] = []
         self._ahead: dict[int, AheadText] = {}  # by key, of announced rows
@@ -93,6 +98,8 @@ class SpeculativeRollout:
         works_ahead = domain == "rollout" and self.runs_ahead
         ahead_s = self._take() if works_ahead else 0.0
         ahead = [self._ahead.get(p.key) for p in planned] if works_ahead else []
+        if self.twin and domain == "rollout":
+            self._twin_texts = self.twin.texts([p.key for p in (*planned, *self._announced)])
         requests = self._requests(planned, self._cache_of(domain))
         if works_ahead:
             self._begin()
@@ -110,6 +117,7 @@ class SpeculativeRollout:
             visits=[p.visit for p in planned],
             unchanged=[p.unchanged(c) for p, c in zip(planned, completions, strict=True)],
             ahead=ahead,
+            twin=self._of_twin(planned, completions) if domain == "rollout" else [],
             stats=stats,
             ahead_s=ahead_s,
             lookup_s=looked_up - began,
@@ -273,4 +281,13 @@ class SpeculativeRollout:
         old = planned.old
         if planned.domain == "eval":
             return (old if old and old.key == planned.key else None), "evaluation"
-        return self._ahead.get(planned.key), "ahead"
+        ahead = self._ahead.get(planned.key)
+        return (ahead, "ahead") if ahead else (self._twin_texts.get(planned.key), "twin")
+
+    def _of_twin(self, planned: Sequence[Planned], completions: Sequence[Completion]) -> list[bool | None]:
+        """See RolloutBatch.twin."""
+        if not self.twin:
+            return []
+        texts = [self._twin_texts.get(p.key) for p in planned]
+        pairs = zip(texts, completions, strict=True)
+        return [None if text is None else tuple(c.tokens) == text.tokens for text, c in pairs]

@@ -162,7 +162,7 @@ class SuffixDrafter:
         texts: of the prompt, shared by the rows of one engine call. `propose` adds the row's new tokens to them.
         old: the sample's old text. Without one the newest stored text is followed first.
         keyed: a text that other weights sampled with the row's noise. It is followed instead of `old`.
-        source: of `keyed`: `ahead` (a rollout ahead), or `evaluation` (the last one).
+        source: of `keyed`: `ahead` (a rollout ahead), `twin` (a run with the same seed), `evaluation` (the last one).
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from statistics import quantiles
+from statistics import fmean, quantiles, stdev
 
 from specrl.config.options import plain
 from specrl.config.rules import differences
@@ -23,7 +23,7 @@ from specrl.results.savings import (
     step_s,
     step_speedup,
 )
-from specrl.results.speedup import FEWEST, Speedup, flips
+from specrl.results.speedup import FEWEST, Speedup, flips, student
 from specrl.run.policy import rollout_dtype
 
 SAME_MACHINE = ("cpu", "cores", "usable_cores", "threads", "gpus")
@@ -199,6 +199,28 @@ def evaluations(evals: Sequence[dict]) -> dict | None:
         f"{result['plain_passes_per_row']:.1f} (slowest {result['plain_passes_max']:.0f})."
     )
     return result | {"sentence": sentence}
+
+
+def reward_difference(run: RunRecords, baseline: RunRecords | None) -> dict | None:
+    """The mean reward minus that of a run with the same seed, for report.json; None without such a run.
+
+    The differences of the common steps are the sample. Both runs draw with the same noise, which cancels in part.
+    """
+    if not baseline or not run.config or not baseline.config or run.config.seed != baseline.config.seed:
+        return None
+    by_step = {record["step"]: number(record, "reward") for record in baseline.steps}
+    pairs = [(number(record, "reward"), by_step.get(record["step"])) for record in run.steps]
+    differences = [here - there for here, there in pairs if here is not None and there is not None]
+    if len(differences) < FEWEST:
+        return None
+    n = len(differences)
+    mean = fmean(differences)
+    half = student(n - 1) * stdev(differences) / n**0.5
+    sentence = (
+        f"Reward minus that of {baseline.path}, step by step under the same noise: {mean:+.3f} (95 % interval "
+        f"{mean - half:+.3f} to {mean + half:+.3f} over {counted(n, 'step')} of this one seed)."
+    )
+    return {"mean": mean, "low": mean - half, "high": mean + half, "n": n, "sentence": sentence}
 
 
 def rule(config: Config | None) -> str:

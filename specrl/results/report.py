@@ -21,6 +21,7 @@ from specrl.results.evidence import (
     notes,
     numbers,
     on_control_steps,
+    reward_difference,
     rule,
 )
 from specrl.results.plots import draw
@@ -57,14 +58,16 @@ class Report:
             for line in each.claims:
                 tables.note(console, line, "bold")
             console.print()
-        if self.summary["ahead"]:
-            tables.note(console, self.summary["ahead"]["sentence"])
-        if self.summary["evaluations"]:
-            tables.note(console, self.summary["evaluations"]["sentence"])
+        for line in self._sentences():
+            tables.note(console, line)
         tables.note(console, learned(self.summary))
         for line in self.summary["notes"]:
             tables.note(console, f"note: {line}", "yellow")
         tables.note(console, f"report: {self.files[0]}")
+
+    def _sentences(self) -> list[str]:
+        parts = (self.summary[key] for key in ("ahead", "evaluations", "reward_difference"))
+        return [part["sentence"] for part in parts if part]
 
     def page(self, picture: str = "") -> str:
         """The content of report.md. Args: picture: the file name of the plot, empty if there is none."""
@@ -84,9 +87,8 @@ class Report:
                 steps = counted(summary["steps"], "step")
                 lines += [f"Extrapolated to all {steps}: {summary['estimate']['sentence']}.", ""]
         lines += [f"Control rollouts took {summary['control_s']:.1f} s, charged to neither side.", ""]
-        for key in ("ahead", "evaluations"):
-            if summary[key]:
-                lines += [summary[key]["sentence"], ""]
+        for line in self._sentences():
+            lines += [line, ""]
         lines += _steps(summary["step_s"], summary["steps"])
         lines += ["## Learning", "", f"- {learned(summary)}", *_evaluations(summary["eval"])]
         lines += ["", "## Reuse, from epoch 2 on", ""]
@@ -148,6 +150,7 @@ def summarise(run: RunRecords, baseline: RunRecords | None, evidence: dict[str, 
         "estimate": asdict(saved) | {"sentence": str(saved)} if saved else None,
         "ahead": ahead(run, baseline),
         "evaluations": evaluations(run.evals),
+        "reward_difference": reward_difference(run, baseline),
         "control_s": total(steps, "timing_s/control"),
         "step_s": breakdown(steps),
         "step_speedup": numbers(step_speedup(steps)),

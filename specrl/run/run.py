@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -12,9 +13,11 @@ from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from specrl.config.schema import Config
+from specrl.results.records import find_run
 from specrl.reward.loading import load_rewards
 from specrl.reward.set import RewardSet
 from specrl.rollout.build import build_engine
+from specrl.rollout.cache.log import ResponseLog, Twin
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.engines.base import Engine, EngineSpec
 from specrl.rollout.reduction import Metric, count, mean
@@ -115,8 +118,11 @@ def build(
     folder = checkpoint.evaluations if checkpoint and not config.rollout.cache.clear else None
     step = checkpoint.step if checkpoint else 0
     evaluations = last_texts(config, tokenizer, vocab_size, eos_ids, folder, max_step=step)
+    log, twin = load_log(config, tokenizer, vocab_size, eos_ids, run_dir.path)
 
     with ExitStack() as stack:
+        if log:
+            stack.callback(log.close)
         rewards = stack.enter_context(closing(load_rewards(config.reward)))
         if config.cluster.num_workers:
             from specrl.run.cluster import connect
@@ -127,7 +133,7 @@ def build(
             """The trainer calls this after it has wrapped the policy, for example with adapters."""
             engine = make_engine(config, policy.engine_spec(config, eos_ids), trained)
             stack.callback(engine.close)
-            return SpeculativeRollout(engine, cache, config.rollout, config.seed, evaluations)
+            return SpeculativeRollout(engine, cache, config.rollout, config.seed, evaluations, twin)
 
         setup = Setup(
             score=scorer(rewards, tokenizer, prompts),
@@ -136,6 +142,7 @@ def build(
             make_rollout=make_rollout,
             rollout=config.rollout,
             trainer=config.trainer,
+            log=log,
         )
         trainer = build_trainer(config, model, tokenizer, setup, run_dir.checkpoints)
         add_callbacks(config, trainer, data)
@@ -190,6 +197,28 @@ def load_cache(
         check_sampling=config.rollout.acceptance == "lenient",
         new_run=not checkpoint,
     )
+
+
+def load_log(
+    config: Config, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int], run: Path
+) -> tuple[ResponseLog | None, Twin | None]:
+    """The log of the run's responses, and the runs that it drafts from: itself, if it resumes, and `rollout.twin`.
+
+    Raises: ConfigError, CacheError.
+    """
+    options = config.rollout.cache
+    identity, sampling = policy.fingerprint(config, tokenizer)
+    fingerprint = Fingerprint(identity | {"seed": str(config.seed)}, sampling)
+    log = None
+    if options.log:
+        writer = run if int(os.environ.get("RANK", 0)) == 0 else None
+        log = ResponseLog(writer, fingerprint, vocab_size, eos_ids, options.on_write_error)
+    other = find_run(config.rollout.twin) if config.rollout.twin else None
+    own = [run] if options.log and not options.clear else []
+    twin = Twin([*own, *([other] if other else [])], fingerprint, vocab_size, eos_ids)
+    if other:
+        twin.check(other)
+    return log, None if twin.is_empty else twin
 
 
 def make_engine(config: Config, spec: EngineSpec, trained: PreTrainedModel) -> Engine:
