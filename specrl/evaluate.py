@@ -21,7 +21,7 @@ from specrl.rollout.sections import doc
 from specrl.rollout.types import CacheError, RolloutError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from specrl.rollout.cache.memory import TrajectoryCache
     from specrl.rollout.engines.base import Engine
@@ -45,8 +45,12 @@ class Serving(NamedTuple):
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
-    vocab_size: int
+    model: PreTrainedModel
     eos_ids: frozenset[int]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.get_output_embeddings().weight.shape[0]
 
 
 @contextmanager
@@ -57,11 +61,10 @@ def serving(config: Config) -> Iterator[Serving]:
     from specrl.run.policy import engine_spec, load_policy
 
     model, tokenizer, eos_ids = load_policy(config)
-    vocab_size = model.get_output_embeddings().weight.shape[0]
     shared = model.eval() if config.rollout.engine == "transformers" else None
     engine = build_engine(engine_spec(config, eos_ids), shared, step_scorer(config))
     try:
-        yield Serving(engine, tokenizer, vocab_size, eos_ids)
+        yield Serving(engine, tokenizer, model, eos_ids)
     finally:
         engine.close()
 

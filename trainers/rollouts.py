@@ -16,6 +16,7 @@ from specrl.rollout.config import RolloutConfig
 from specrl.rollout.control import Control
 from specrl.rollout.engines.base import Engine
 from specrl.rollout.keys import Visits, derive_key
+from specrl.rollout.receipts import Receipts
 from specrl.rollout.reduction import Metric, merged, seconds
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Row
@@ -49,6 +50,8 @@ class Setup:
     trainer: TrainerConfig
     log: ResponseLog | None = None
     """Keeps every response."""
+    receipts: Receipts | None = None
+    """Keeps a digest of every response."""
 
 
 class Rollouts:
@@ -214,7 +217,7 @@ class Rollouts:
         """Stores the rollout's trajectories, runs the control rows that are due, and returns the rollout's metrics."""
         sampled = self.sampled_batch
         cache = self.source.cache
-        keep(sampled, self.source, self._setup.log, self.version)
+        keep(sampled, self.source, self._setup.log, self._setup.receipts, self.version)
         # a process that does not use a source still counts towards that source's share of all tokens
         for name in gather_object(list(sampled.batch.stats.sources)):
             sampled.batch.stats.sources.setdefault(name, (0, 0))

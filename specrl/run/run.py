@@ -20,6 +20,7 @@ from specrl.rollout.build import build_engine
 from specrl.rollout.cache.log import ResponseLog, Twin
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.engines.base import Engine, EngineSpec
+from specrl.rollout.receipts import Receipts
 from specrl.rollout.reduction import Metric, count, mean
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.run import policy
@@ -119,6 +120,10 @@ def build(
     step = checkpoint.step if checkpoint else 0
     evaluations = last_texts(config, tokenizer, vocab_size, eos_ids, folder, max_step=step)
     log, twin = load_log(config, tokenizer, vocab_size, eos_ids, run_dir.path)
+    receipts = None
+    if not config.rollout.lossy:
+        about = {"seed": config.seed, "data": data}
+        receipts = Receipts(_written_by(run_dir.path), about, step, config.rollout.cache.on_write_error)
 
     with ExitStack() as stack:
         if log:
@@ -143,6 +148,7 @@ def build(
             rollout=config.rollout,
             trainer=config.trainer,
             log=log,
+            receipts=receipts,
         )
         trainer = build_trainer(config, model, tokenizer, setup, run_dir.checkpoints)
         add_callbacks(config, trainer, data)
@@ -211,14 +217,18 @@ def load_log(
     fingerprint = Fingerprint(identity | {"seed": str(config.seed)}, sampling)
     log = None
     if options.log:
-        writer = run if int(os.environ.get("RANK", 0)) == 0 else None
-        log = ResponseLog(writer, fingerprint, vocab_size, eos_ids, options.on_write_error)
+        log = ResponseLog(_written_by(run), fingerprint, vocab_size, eos_ids, options.on_write_error)
     other = find_run(config.rollout.twin) if config.rollout.twin else None
     own = [run] if options.log and not options.clear else []
     twin = Twin([*own, *([other] if other else [])], fingerprint, vocab_size, eos_ids)
     if other:
         twin.check(other)
     return log, None if twin.is_empty else twin
+
+
+def _written_by(run: Path) -> Path | None:
+    """The run's directory in the process that writes it, None in the others."""
+    return None if int(os.environ.get("RANK", 0)) else run
 
 
 def make_engine(config: Config, spec: EngineSpec, trained: PreTrainedModel) -> Engine:
