@@ -17,6 +17,8 @@ def keep(
 
     Args: log, receipts: write in the first process.
     """
+    if source.cache is None and log is None and receipts is None:
+        return
     entries = source.entries(sampled.rows, sampled.batch, step=step, rewards=sampled.rewards)
     with sampled.batch.charge_store():
         entries = gather_object(entries)

@@ -217,7 +217,7 @@ def reward_difference(run: RunRecords, baseline: RunRecords | None) -> dict | No
     mean = fmean(differences)
     half = student(n - 1) * stdev(differences) / n**0.5
     sentence = (
-        f"Reward minus that of {baseline.path}, step by step under the same noise: {mean:+.3f} (95 % interval "
+        f"Reward minus the baseline's, step by step under the same noise: {mean:+.3f} (95 % interval "
         f"{mean - half:+.3f} to {mean + half:+.3f} over {counted(n, 'step')} of this one seed)."
     )
     return {"mean": mean, "low": mean - half, "high": mean + half, "n": n, "sentence": sentence}
