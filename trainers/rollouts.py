@@ -210,6 +210,7 @@ class Rollouts:
         """Stores the rollout's trajectories, runs the control rows that are due, and returns the rollout's metrics."""
         sampled = self.sampled_batch
         cache = self.source.cache
+        diversity = self._diversity() if self._control.due else {}
         if cache is not None:
             entries = self.source.entries(sampled.rows, sampled.batch, step=self.version, rewards=sampled.rewards)
             with sampled.batch.charge_store():
@@ -218,6 +219,7 @@ class Rollouts:
         for name in gather_object(list(sampled.batch.stats.sources)):
             sampled.batch.stats.sources.setdefault(name, (0, 0))
         metrics = self._metrics | self._control(sampled.rows, sampled.batch, sampled.rewards, step=self.version)
+        metrics |= diversity
         metrics |= cache.stats() if cache is not None else {}
         self._metrics = {}
         if self._control.measured:  # control rows use the engine's forward pass too, so they cannot detect a wrong one
@@ -230,6 +232,16 @@ class Rollouts:
                 [(row.prompt, c.tokens) for row, c in responses if not c.failure], sampled.batch.stats
             )
         return metrics
+
+    def _diversity(self) -> dict[str, Metric]:
+        """How the responses differ from each other and from the stored ones, before they are stored themselves."""
+        from specrl.rollout.diversity import diversity_metrics
+
+        rows, batch, cache = self.sampled_batch.rows, self.sampled_batch.batch, self.source.cache
+        names = zip(rows, batch.sample_indices, strict=True)
+        stored = [cache.get(row.example_id, index) if cache else None for row, index in names]
+        old = [None if trajectory is None else trajectory.tokens for trajectory in stored]
+        return diversity_metrics(rows, [c.tokens for c in batch.completions], old)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to keep its control steps and its keys unchanged, as JSON types."""

@@ -4,10 +4,10 @@
 
 Rolls out the known texts of benchmarks/research/host.py as Model Runner V1 would: each step `sample` verifies every
 row's draft and `propose` names the next ones. The model takes no time, and the draw only reads the texts. Reports
-thread time in microseconds a row, of steps in which nearly all rows take part. `planned_us_a_row` is the same where the
-drafts enter at vLLM's scheduler (rollout/engines/vllm/planned.py): workers sample and accept, and the host gets what they
-accepted. `device_us_a_row` is the host's part of drafts on the device (rollout/engines/vllm/scheduler.py): the calls of
-vLLM's scheduler between steps.
+thread time in microseconds a row, of steps in which nearly all rows take part. `planned_us_a_row` is the same where
+the drafts enter at vLLM's scheduler (rollout/engines/vllm/planned.py): workers sample and accept, and the host gets
+what they accepted. `device_us_a_row` is the host's part of drafts on the device
+(rollout/engines/vllm/scheduler.py): the calls of vLLM's scheduler between steps.
 """
 
 from __future__ import annotations
