@@ -23,7 +23,8 @@ from benchmarks.research.selfspec.texts import tokens_per_cost
 from specrl.drafter import DrafterOptions, distil
 from specrl.rollout.noise import keyed_sample
 
-EXITS = (1, 2)  # the policy's layers before the adapter
+ADAPTERS = ((1, False), (1, True), (2, False))
+"""The policy's layers before the adapter, and whether it has an MLP."""
 
 
 class Nothing(nn.Module):
@@ -70,12 +71,11 @@ def measure(record: Record) -> dict:
     """Agreement and tokens per cost of each adapter, and of the one-layer model."""
     depth = record.policy.config.num_hidden_layers
     lines = [line("one distilled layer", record, record.chain, 1 / depth, 0.0)]
-    for exit_at in EXITS:
-        for mlp in (False, True):
-            adapter = Adapter(record.policy, exit_at, mlp)
-            distil(record.policy, adapter, record.learnt, DrafterOptions(steps=STEPS))
-            name = f"exit after {exit_at}, {'whole layer' if mlp else 'attention only'}"
-            lines.append(line(name, record, adapter.eval(), adapter.price, exit_at / depth))
+    for exit_at, mlp in ADAPTERS:
+        adapter = Adapter(record.policy, exit_at, mlp)
+        distil(record.policy, adapter, record.learnt, DrafterOptions(steps=STEPS))
+        name = f"exit after {exit_at}, {'whole layer' if mlp else 'attention only'}"
+        lines.append(line(name, record, adapter.eval(), adapter.price, exit_at / depth))
     return {"lines": lines}
 
 

@@ -29,6 +29,7 @@ ROUNDS, PROMPTS = 8, 16  # of the policy, and new responses in each
 RATES = (3e-4, 1e-3)
 UPDATES = 2  # gradient steps of a round
 KEEP = 2  # rounds
+CAP = 256  # tokens of a response
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def moved(policy: MovingPolicy, student, prompts: Sequence[tuple[int, ...]], ver
     """What the policy writes and computes after so many steps."""
     policy.move(version / max(1, ROUNDS - 1))
     asked = prompts[version * PROMPTS : (version + 1) * PROMPTS]
-    texts, keys = sample(policy.model, policy.sampling.eos_ids, asked, DrafterOptions(seed=version))
+    texts, keys = sample(policy.model, policy.sampling.eos_ids, asked, DrafterOptions(seed=version, max_new_tokens=CAP))
     batch = distil.Batch.of(read(policy.model, texts), student)
     teacher = distil.teacher_logits(policy.model, batch)
     return Round(batch, teacher, keys, distil.keyed_samples(teacher, batch, keys, policy.sampling))

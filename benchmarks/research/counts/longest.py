@@ -18,7 +18,7 @@ from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter, find, uns
 PROBLEMS, GROUP = 96, 9
 KNOWN, DRAFTS = (1, 8), (4, 16)
 LONGEST = 32  # tokens of a match that are compared
-SEARCHED = {"8, 4, 2": LENGTHS, "16, 8, 4, 2": (16, *LENGTHS), "longest": range(LONGEST, LENGTHS[-1] - 1, -1)}
+SEARCHED = {"8, 4, 2": LENGTHS, "longest": range(LONGEST, LENGTHS[-1] - 1, -1)}
 Search = Callable[[PromptTexts, Sequence[int]], list[Occurrence]]
 
 
@@ -39,6 +39,7 @@ def lines(groups: Sequence[Texts]) -> Iterator[dict]:
                 line[f"every pass, {name}"] = tokens_a_pass(
                     groups, lambda g, n=lengths, k=known, m=most: walked(g[-1], g[:k], m, counted=False, lengths=n)
                 )
+            line["every pass, gain"] = round(line["every pass, longest"] / line["every pass, 8, 4, 2"] - 1, 4)
             yield line
 
 

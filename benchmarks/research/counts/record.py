@@ -20,6 +20,7 @@ from specrl.tiny import load, load_tiny
 from specrl.trainers.cotraining.texts import Text
 
 LEARNT, HELD_OUT = 192, 128  # responses to learn from, and to replay
+CAP = 256  # tokens of a response
 SIZES = (1, 8, 64)  # rows of a batch
 STEPS = 150  # of the draft model, on 16 responses
 MACHINE = "gpu"
@@ -54,7 +55,7 @@ class Record:
             return [Text(tuple(prompt), tuple(response)) for prompt, response in kept["texts"]], kept["keys"]
         prompts = [tuple(self.tokenizer(p.prompt)["input_ids"]) for p in arithmetic(split, count, 0, "mixed")]
         end = frozenset([self.tokenizer.eos_token_id])
-        texts, keys = sample(self.policy, end, prompts, DrafterOptions(seed=seed))
+        texts, keys = sample(self.policy, end, prompts, DrafterOptions(seed=seed, max_new_tokens=CAP))
         if file:
             file.parent.mkdir(parents=True, exist_ok=True)
             kept = {"texts": [(text.prompt, text.response) for text in texts], "keys": keys}

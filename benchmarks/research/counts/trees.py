@@ -11,6 +11,7 @@ which favour trees. Merged paths share the tokens that both have right.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from benchmarks.research.selfspec import texts as keyed
 from specrl.rollout.noise import gumbel, row_words
 
 WIDTHS = (1, 2, 4)  # guesses at a position
-DOUBTS = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
+MOSTS, DOUBTS = (2, 4, LONGEST), (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
 SHARES = (0.0, 0.5, 1.0, 2.0, 1000.0)  # of the chain's expected tokens from which on the text is drafted alone
 BINS = 16
 
@@ -35,7 +36,11 @@ def measure(record: Record) -> dict:
     result: dict = {"right within": {str(n): round(float((found < n).mean()), 4) for n in WIDTHS}}
     for width in WIDTHS:
         name = "chain" if width == 1 else f"tree of {width} guesses"
-        plans = (({"most": LONGEST, "doubt": d}, grown(ranks, estimates, width, d)) for d in DOUBTS)
+        plans = (
+            ({"most": most, "doubt": doubt}, grown(ranks, estimates, width, doubt, most))
+            for most in MOSTS
+            for doubt in DOUBTS
+        )
         result[name] = record.best(plans, ONE_LAYER)
     chain = grid_of([(r == 0, np.log(e[:, 0])) for r, e in zip(ranks, estimates, strict=True)])
     for when, stored in {"first epoch": False, "one stored text": True}.items():
@@ -62,28 +67,28 @@ def guesses(record: Record) -> tuple[list[np.ndarray], list[np.ndarray]]:
     return ranks, [table[np.digitize(own, edges)] for own in sure]
 
 
-def grown(ranks: list[np.ndarray], estimates: list[np.ndarray], width: int, doubt: float) -> Plan:
-    """The tree of each position."""
+def grown(ranks: list[np.ndarray], estimates: list[np.ndarray], width: int, doubt: float, most: int = LONGEST) -> Plan:
+    """The tree of each position. Args: most: tokens of a path."""
     shape = len(ranks), max(map(len, ranks)) + 1
     tried, carried, taken = (np.zeros(shape, int) for _ in range(3))
     for row, (own, table) in enumerate(zip(ranks, estimates, strict=True)):
         chances = table[:, :width].tolist()
         for at in range(len(own)):
-            sizes = levels(chances, at, 1.0, doubt)
+            sizes = levels(chances[at : at + most], 1.0, doubt)
             carried[row, at] = sum(sizes)
-            tried[row, at] = min(len(sizes) + 1, LONGEST, len(own) - at)
-            taken[row, at] = accepted(own[at : at + LONGEST].tolist(), chances[at : at + LONGEST], doubt)
+            tried[row, at] = min(len(sizes) + 1, most, len(own) - at)
+            taken[row, at] = accepted(own[at : at + most].tolist(), chances[at : at + most], doubt)
     return Plan(tried, carried, taken)
 
 
-def levels(chances: list[list[float]], at: int, chance: float, doubt: float, depth: int = 0) -> list[int]:
-    """Tokens of the tree at each depth below a path of this probability."""
+def levels(chances: list[list[float]], chance: float, doubt: float, depth: int = 0) -> list[int]:
+    """Tokens at each depth of the tree below a path of this depth and probability. Args: chances: at each depth."""
     sizes: list[int] = []
-    if at == len(chances) or depth == LONGEST:
+    if depth == len(chances):
         return sizes
-    for estimate in chances[at]:
+    for estimate in chances[depth]:
         if chance * estimate >= doubt:
-            below = [1, *levels(chances, at + 1, chance * estimate, doubt, depth + 1)]
+            below = [1, *levels(chances, chance * estimate, doubt, depth + 1)]
             sizes += [0] * (len(below) - len(sizes))
             sizes[: len(below)] = [a + b for a, b in zip(sizes, below, strict=False)]
     return sizes
@@ -102,16 +107,16 @@ def accepted(ranks: list[int], chances: list[list[float]], doubt: float) -> int:
 def competing(chain: Grid, texts: Grid, merging: bool) -> Iterator[tuple[dict, Plan]]:
     """The text where it is expected to bring enough, elsewhere the chain. Args: merging: or elsewhere both."""
     width = texts.accepted.shape[1]
-    for doubt in DOUBTS:
-        made = planned(chain, LONGEST, doubt)
+    for most, doubt, text_doubt in product(MOSTS, DOUBTS, TEXT_DOUBTS):
+        made = planned(chain, most, doubt)
         made = Plan(made.tried[:, :width], made.carried[:, :width], made.taken[:, :width])
-        for text_doubt in TEXT_DOUBTS:
-            text = costless(planned(texts, LONGEST, text_doubt))
-            for share in SHARES:
-                enough = expected(texts, text_doubt) >= share * expected(chain, doubt)[:, :width]
-                settings = {"most": LONGEST, "doubt": doubt, "text doubt": text_doubt, "text share": float(share)}
-                other = merged(made, text) if merging else made
-                yield settings, other.unless(text, (text.carried > 0) & enough)
+        text = costless(planned(texts, LONGEST, text_doubt))
+        for share in SHARES:
+            enough = expected(texts, text_doubt) >= share * expected(chain, doubt, most)[:, :width]
+            settings = {"most": most, "doubt": doubt, "text doubt": text_doubt, "text share": share}
+            for merge in {False, merging}:
+                other = merged(made, text) if merge else made
+                yield settings | {"merged": merge}, other.unless(text, (text.carried > 0) & enough)
 
 
 def merged(chain: Plan, text: Plan) -> Plan:
