@@ -12,16 +12,16 @@ setup: $(STAMP)
 $(STAMP): requirements/cpu.lock requirements/dev.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(f"specrl needs Python >= 3.11, found {v.major}.{v.minor}. Try: make PYTHON=python3.11 ...") if v < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check "torch==2.13.0"
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/cpu.lock -r requirements/dev.lock
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check "torch==2.13.0"
+	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check --no-deps -r requirements/cpu.lock -r requirements/dev.lock
+	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 
 # Triton's interpreter runs vLLM's Model Runner V2 on a CPU in the tests. Beside the environment, as vLLM's CPU build
 # works without it.
 interpreter: $(VENV)/triton/.ready
 $(VENV)/triton/.ready: $(STAMP)
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/triton "triton==3.7.1"
+	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --upgrade --target $(VENV)/triton "triton==3.7.1"
 	@touch $@
 
 train: setup

@@ -18,7 +18,7 @@ def doc(default: Any, help: str, *, low: float = 0, high: float = inf, **scope: 
 
 @dataclass
 class RewardConfig:
-    functions: list[str] = doc(["math"], "rewards to add up: math, format, or your function as module:attribute")
+    functions: list[str] = doc(["math"], "rewards to add up: math, code, format, or your function as module:attribute")
     weights: list[float] = doc([], "weight of each function; empty is 1 each, 0 only logs it")
     timeout_s: float = doc(5.0, "seconds for one answer of a reward worker", resume="free")
     memory_mb: int = doc(2048, "address-space limit of a reward worker in MB; 0 is none", resume="free")

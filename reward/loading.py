@@ -17,7 +17,11 @@ from specrl.reward.config import RewardConfig
 from specrl.reward.pool import WorkerPool
 from specrl.reward.set import RewardSet, check_settings
 
-BUILT_IN = {"format": "specrl.reward.format:FormatReward", "math": "specrl.reward.math:MathReward"}
+BUILT_IN = {
+    "code": "specrl.reward.code:CodeReward",
+    "format": "specrl.reward.format:FormatReward",
+    "math": "specrl.reward.math:MathReward",
+}
 """Classes by the names of their rewards; each is made from the configuration."""
 
 

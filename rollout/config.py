@@ -58,7 +58,7 @@ class RolloutConfig:
     drafter: str = doc(
         "",
         "draft model for rows that left their previous responses: a directory with a model or a head; head: a new "
-        "head, for co-training. engine=vllm: a directory, which drafts for all rows (runner v2)",
+        "head, for co-training. engine=vllm: a directory (runner v2)",
         resume="drafts",
     )
     rows_per_batch: int = doc(256, "most rows decoded at once; fewer if memory is short", low=1, resume="free")
@@ -103,9 +103,14 @@ class RolloutConfig:
         return self.acceptance == "lenient" or (self.acceptance == "judged" and bool(self.sources))
 
     @property
-    def on_device(self) -> str:
-        """The option that moves vLLM's drafting to the device; empty if the host drafts."""
-        return f"rollout.drafter={self.drafter}" if self.drafter else self.vllm.on_device
+    def planned(self) -> str:
+        """The option by which vLLM's scheduler carries the host's drafts to its workers; empty if it need not."""
+        if self.vllm.on_device:
+            return ""
+        if self.drafter:
+            return f"rollout.drafter={self.drafter}"
+        parallel = self.vllm.tensor_parallel
+        return f"rollout.vllm.tensor_parallel={parallel}" if parallel > 1 else ""
 
     def problems(self) -> Iterator[str]:
         """Messages for options that contradict each other, with `<key>` for `key=value`."""
@@ -134,7 +139,7 @@ class RolloutConfig:
             yield "<rollout.cache.log> keeps what keys decide, not what <rollout.acceptance> accepts. Leave it out."
         if self.engine == "vllm":
             yield from self._vllm_problems()
-        device = self.on_device if self.engine == "vllm" else self.vllm.on_device
+        device = self.vllm.on_device
         for option, value in {"runner": "v1", "scheduling": "sync"}.items():
             if device and getattr(self.vllm, option) == value:
                 drafts = f"<rollout.vllm.{option}> drafts on the host, and {device} drafts on the device"
@@ -151,9 +156,11 @@ class RolloutConfig:
                 "<rollout.judged.by> needs distributions of rollout.drafter, and <rollout.engine> judges stored "
                 "responses only. Try rollout.judged.by=judge, or rollout.engine=transformers."
             )
-        elif self.lossy and self.on_device:
-            conflict = f"<rollout.acceptance> accepts drafts on the host, and {self.on_device} drafts on the device"
+        elif self.lossy and (elsewhere := self.vllm.on_device or self.planned):
+            conflict = f"<rollout.acceptance> accepts drafts in one process, and {elsewhere} in vLLM's workers"
             yield f"{conflict}. Try rollout.acceptance=exact."
+        if self.planned and self.vllm.runner == "v1":
+            yield f"<rollout.vllm.runner> cannot serve {self.planned}. Try rollout.vllm.runner=auto."
         if self.drafter == "head":
             yield (
                 "<rollout.drafter> is a head in the trainer's model, and <rollout.engine> loads a drafter from disk. "

@@ -44,6 +44,12 @@ class Control:
         every = self._rollout.config.measure_every
         return bool(every and self.rollouts and self.rollouts % every == 0)
 
+    @property
+    def due(self) -> bool:
+        """True before the rollout of a control step is observed."""
+        every = self._rollout.config.measure_every
+        return bool(every and (self.rollouts + 1) % every == 0)
+
     def __call__(
         self, rows: Sequence[Row], batch: RolloutBatch, rewards: Sequence[float | None], *, step: int
     ) -> dict[str, Metric]:

@@ -110,14 +110,16 @@ class VLLMConfig:
     runner: Literal["auto", "v1", "v2"] = doc("auto", "vLLM's model runner; auto: v2 if Triton runs (GPUs), else v1")
     scheduling: Literal["auto", "sync", "async"] = doc(
         "auto",
-        "runner v2: sync drafts on the host, async on the device; auto: sync if the host can reach the drafts",
+        "runner v2: sync drafts on the host, async on the device; auto: async only with another speculator than texts",
     )
     speculator: str = doc(
         "texts",
         "what drafts without rollout.drafter: texts (rollout.sources), or on runner v2 vLLM's ngram_gpu, eagle=DIR, "
         "eagle3=DIR or mtp",
     )
-    draft_tokens: int = doc(32, "draft tokens per row and step, up to 127; fewer if memory is short", low=1, high=127)
+    draft_tokens: int = doc(
+        32, "draft tokens per row and step, up to 127, of a draft model 8; fewer if memory is short", low=1, high=127
+    )
     kv_cache_mb: int = doc(0, "KV cache in MB; 0 follows memory_utilization on a GPU and is 512 on a CPU")
     memory_utilization: float = doc(0.45, "share of GPU memory for vLLM, weights included", low=0.01, high=1)
     tensor_parallel: int = doc(1, "GPUs that share one copy of the model", low=1)
@@ -137,8 +139,6 @@ class VLLMConfig:
         """The option that moves drafting to the device; empty if the host drafts."""
         if self.scheduling == "async":
             return "rollout.vllm.scheduling=async"
-        if self.tensor_parallel > 1:
-            return f"rollout.vllm.tensor_parallel={self.tensor_parallel}"
         return "" if self.speculator == "texts" else f"rollout.vllm.speculator={self.speculator}"
 
 

@@ -62,16 +62,29 @@ class Way:
 
 def chain_grid(model: PreTrainedModel, texts: Sequence[Text], keys: Sequence[int]) -> Grid:
     """Of a model that drafts one token after the other: after accepted drafts it answers the response's prefix."""
-    depth, width = LONGEST, max(len(text.response) for text in texts) + LONGEST
-    accepted, logp = np.zeros((len(texts), width + depth), bool), np.zeros((len(texts), width + depth), np.float32)
-    for row, (text, key) in enumerate(zip(texts, keys, strict=True)):
+    answers = []
+    for text, key in zip(texts, keys, strict=True):
         with torch.inference_mode():
             logits = response_logits(model, [text]).float()
-        answers = torch.arange(len(text.response))
-        accepted[row, : len(answers)], logp[row, : len(answers)] = _drawn(logits, text, key, answers)
-    windows = (np.lib.stride_tricks.sliding_window_view(a, depth, axis=1)[:, :width] for a in (accepted, logp))
+        answers.append(_drawn(logits, text, key, torch.arange(len(text.response))))
+    return grid_of(answers)
+
+
+def grid_of(answers: Sequence[tuple[np.ndarray, np.ndarray]]) -> Grid:
+    """Of a drafter that answers the same whatever its drafts before were, as long as all of them are accepted.
+
+    Args: answers: of each response, whether its guess of every token is right, and the guess's log-prob.
+    """
+    lengths = np.array([len(right) for right, _ in answers])
+    width = lengths.max() + LONGEST
+    accepted = np.zeros((len(answers), width + LONGEST), bool)
+    logp = np.zeros(accepted.shape, np.float32)
+    for row, (right, chance) in enumerate(answers):
+        accepted[row, : len(right)] = right
+        logp[row, : len(right)] = chance
+    windows = (np.lib.stride_tricks.sliding_window_view(a, LONGEST, axis=1)[:, :width] for a in (accepted, logp))
     accepted, logp = (np.ascontiguousarray(w) for w in windows)
-    return Grid(accepted, np.exp(logp.cumsum(-1)), np.array([len(text.response) for text in texts]))
+    return Grid(accepted, np.exp(logp.cumsum(-1)), lengths)
 
 
 def masked_grid(drafter: MaskDrafter, texts: Sequence[Text], keys: Sequence[int]) -> Grid:
@@ -94,23 +107,47 @@ def _drawn(logits: torch.Tensor, text: Text, key: int, answers: torch.Tensor) ->
     return (draws == torch.tensor(text.response)[answers]).numpy(), logp.numpy()
 
 
-def walk(grid: Grid, most: int, doubt: float) -> dict[str, np.ndarray]:
-    """The passes [P, R] of all rows until their texts end, with at most `most` drafts each.
+@dataclass(frozen=True)
+class Plan:
+    """What a pass at every position of some responses does, int64 [R, T]."""
 
-    Of each pass: whether a row is `alive`, its position `at` in the response, tokens `unread` by the drafter, drafts
-    `tried` and `carried`. Args: doubt: least estimated probability that all tokens up to a draft are accepted.
+    tried: np.ndarray
+    """Draft tokens that the drafter makes, one pass after the other; 0 where the draft costs no pass."""
+    carried: np.ndarray
+    """Draft tokens that the pass verifies."""
+    taken: np.ndarray
+    """Of them, those that are accepted."""
+
+    def unless(self, other: Plan, where: np.ndarray) -> Plan:
+        """This plan, and the other one at the positions `where` [R, T]."""
+        names = "tried", "carried", "taken"
+        return Plan(*(np.where(where, getattr(other, name), getattr(self, name)) for name in names))
+
+
+def planned(grid: Grid, most: int, doubt: float) -> Plan:
+    """Drafts of at most `most` tokens. Args: doubt: least estimated probability that all up to a token are accepted."""
+    left = grid.lengths[:, None] - np.arange(grid.accepted.shape[1])
+    limit = np.clip(left, 0, most)
+    sure = (limit[..., None] > np.arange(most)) & (grid.chance[..., :most] >= doubt)
+    carried = np.cumprod(sure, -1).sum(-1)
+    taken = np.cumprod(sure & grid.accepted[..., :most], -1).sum(-1)
+    return Plan(np.minimum(carried + 1, limit), carried, taken)
+
+
+def walk(plan: Plan, lengths: np.ndarray) -> dict[str, np.ndarray]:
+    """The passes [P, R] of all rows until their texts of these lengths [R] end.
+
+    Of each pass: whether a row is `alive`, its position `at` in the response, tokens `unread` by the drafter that it
+    now reads, drafts `tried` and `carried`.
     """
-    rows = np.arange(len(grid.lengths))
+    rows = np.arange(len(lengths))
     at, unread, passes = np.zeros_like(rows), np.ones_like(rows), []
-    while (alive := at < grid.lengths).any():
-        limit = np.minimum(most, grid.lengths - at)[:, None] > np.arange(most)
-        sure = limit & (grid.chance[rows, at, :most] >= doubt)
-        carried = np.cumprod(sure, -1).sum(-1)
-        taken = np.cumprod(sure & grid.accepted[rows, at, :most], -1).sum(-1)
-        tried = np.minimum(carried + 1, limit.sum(-1))
-        passes.append((alive, at, unread, tried * alive, carried * alive))
-        unread = np.minimum(taken + 1, grid.lengths - at) * alive
-        at = at + unread
+    while (alive := at < lengths).any():
+        tried = plan.tried[rows, at] * alive
+        passes.append((alive, at, unread * (tried > 0), tried, plan.carried[rows, at] * alive))
+        emitted = np.minimum(plan.taken[rows, at] + 1, lengths - at) * alive
+        unread = unread * (tried == 0) + emitted
+        at = at + emitted
     return dict(
         zip(("alive", "at", "unread", "tried", "carried"), map(np.stack, zip(*passes, strict=True)), strict=True)
     )
@@ -125,7 +162,8 @@ def seconds(passes: dict[str, np.ndarray], prompts: np.ndarray, rows: int, polic
     ms = policy(count, tokens, width, tokens) * (count > 0)
     unread = (batches["unread"] * alive).sum(-1)
     if way.at_once and most:
-        ms = ms + way.cost(count, unread + count * (most - 1), width, count * most) * (count > 0)
+        going = (batches["tried"] > 0).sum(-1)
+        ms = ms + way.cost(going, unread + going * (most - 1), width, going * most) * (going > 0)
     for depth in range(0 if way.at_once else most):
         going = (batches["tried"] > depth).sum(-1)
         ms = ms + way.cost(going, going if depth else unread, width, going) * (going > 0)

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from benchmarks.research import drafter_costs as costs
 from benchmarks.research.budget import MACHINES
-from benchmarks.research.drafter_walks import Cost, Grid, Way, chain_grid, masked_grid, seconds, walk
+from benchmarks.research.drafter_walks import Cost, Grid, Way, chain_grid, masked_grid, planned, seconds, walk
 from benchmarks.research.int8_copy import int8_copy
 from benchmarks.research.mask_drafter import MaskDrafter
 from benchmarks.research.mask_drafter import distil as distil_masks
@@ -152,12 +152,13 @@ def cells(machine: str, ways: Sequence[Way], policy: Cost, texts: Sequence[Text]
     """Of each size: every way's best speedup over plain decoding, with the drafts and doubt that give it."""
     prompts = np.array([len(text.prompt) for text in texts])
     sizes = [size for size in SIZES if len(texts) % size == 0]
-    plain = {s: seconds(walk(ways[0].grid, 0, 0.0), prompts, s, policy, ways[0], 0) for s in sizes}
+    alone = walk(planned(ways[0].grid, 0, 0.0), ways[0].grid.lengths)
+    plain = {size: seconds(alone, prompts, size, policy, ways[0], 0) for size in sizes}
     found: dict[tuple[int, str], dict] = {}
     for way in ways:
         depths = [k for k in DEPTHS if k <= way.grid.accepted.shape[-1]]
         for most, doubt in product(depths, DOUBTS):
-            passes = walk(way.grid, most, doubt)
+            passes = walk(planned(way.grid, most, doubt), way.grid.lengths)
             each = float(way.grid.lengths.sum() / passes["alive"].sum())
             for size in sizes:
                 speedup = plain[size] / seconds(passes, prompts, size, policy, way, most)

@@ -4,8 +4,10 @@
 
 Rolls out the known texts of benchmarks/research/host.py as Model Runner V1 would: each step `sample` verifies every
 row's draft and `propose` names the next ones. The model takes no time, and the draw only reads the texts. Reports
-thread time in microseconds a row, of steps in which nearly all rows take part. `device_us_a_row` is the host's part of
-drafts on the device (rollout/engines/vllm/scheduler.py): the calls of vLLM's scheduler between steps.
+thread time in microseconds a row, of steps in which nearly all rows take part. `planned_us_a_row` is the same where
+the drafts enter at vLLM's scheduler (rollout/engines/vllm/planned.py): workers sample and accept, and the host gets
+what they accepted. `device_us_a_row` is the host's part of drafts on the device
+(rollout/engines/vllm/scheduler.py): the calls of vLLM's scheduler between steps.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.v1.outputs import DraftTokenIds, LogprobsLists
 
 from benchmarks.research import host
 from specrl.config import load as cli
@@ -31,8 +35,10 @@ from specrl.rollout.engines.vllm import v1
 from specrl.rollout.engines.vllm.batch import LogprobBuffer, VLLMRow
 from specrl.rollout.engines.vllm.flow import Flow
 from specrl.rollout.engines.vllm.logits import LogitsBudget
+from specrl.rollout.engines.vllm.planned import PlannedAdapter
 from specrl.rollout.engines.vllm.scheduler import DraftLengths, set_lengths
 from specrl.rollout.sections import doc
+from specrl.rollout.verify import accept_exact
 
 LAW = SamplingParams(host.EOS_IDS)
 DRAFT_TOKENS = 32
@@ -112,10 +118,49 @@ class Rollout:
         if [row.tokens for row in rows.values()] != self.truths:
             raise RuntimeError("the hooks gave other texts than were drawn")
 
+    def run_planned(self) -> None:
+        """The same drafts by way of vLLM's scheduler."""
+        adapter, clock = PlannedAdapter(flow=self.flow, with_model=False), self.clock
+        accept, propose = clock.timed("sample", adapter.accept), clock.timed("propose", adapter.propose)
+        rows, drafting = self.flow.rows, self.flow.drafting
+        numbers = {name: i for i, name in enumerate(rows)}
+        plan = {}
+        asking = None
+        while names := [name for name, row in rows.items() if row.finish is None]:
+            clock.seconds = {}
+            sampled = [self._accepted(numbers[name], rows[name], plan.get(name, ())) for name in names]
+            tokens, emitted = sum(1 + len(plan.get(name, ())) for name in names), sum(map(len, sampled))
+            accept(
+                SimpleNamespace(total_num_scheduled_tokens=tokens, scheduled_spec_decode_tokens=plan),
+                SimpleNamespace(req_ids=names, sampled_token_ids=sampled, logprobs=logprobs_of(sampled)),
+            )
+            proposed = propose(DraftTokenIds(names, []))
+            plan = {name: draft for name, draft in zip(names, proposed.draft_token_ids, strict=True) if draft}
+            drafting.budget.observe_pass(
+                tokens, host.cost(len(names), tokens), len(names), emitted=emitted, asking=asking
+            )
+            asking = drafting.asking
+            self.steps.append((len(names), clock.seconds))
+        if [row.tokens for row in rows.values()] != self.truths:
+            raise RuntimeError("the adapter gave other texts than were sampled")
+
+    def _accepted(self, number: int, row: VLLMRow, draft: Sequence[int]) -> list[int]:
+        """What a worker samples for a row and accepts."""
+        first = len(row.tokens)
+        sampled = self.texts[number, first : first + len(draft) + 1].tolist()
+        return sampled[: accept_exact(sampled, draft) + 1]
+
     def draw(self, logits: Tensor, keys: Tensor, positions: Tensor, targets: Tensor, *law: float) -> Tensor:
         """As packed_sample: keys are the numbers of the rows."""
         filled = torch.full((len(keys),), 0.5).view(torch.int32)
         return torch.stack([self.texts[keys, positions].int(), *[filled] * 3])
+
+
+def logprobs_of(sampled: Sequence[Sequence[int]]) -> LogprobsLists:
+    """Log-probs of 0 for these tokens."""
+    starts = [0, *accumulate(map(len, sampled))]
+    zeros = np.zeros((starts[-1], 1), np.float32)
+    return LogprobsLists(zeros.astype(np.int32), zeros, zeros[:, 0], starts)
 
 
 def batch(names: Sequence[str], drafts: Sequence[Sequence[int]]) -> tuple[SimpleNamespace, SimpleNamespace, Tensor]:
@@ -135,12 +180,16 @@ def line(rows: int, config: VLLMHostConfig) -> dict:
     """The fastest rollout: microseconds a row of a step while nearly all rows go on."""
     texts = host.HostConfig(rows=rows, tokens=config.tokens, agreement=config.agreement)
     made = host.work(texts)
-    return min((_once(texts, made) for _ in range(config.repeats)), key=lambda found: found["us_a_row"]["all"])
+    runs = {}
+    for name in ("run", "run_planned"):
+        repeats = [_once(texts, made, name) for _ in range(config.repeats)]
+        runs[name] = min(repeats, key=lambda found: found["us_a_row"]["all"])
+    return {**runs["run"], "planned_us_a_row": runs["run_planned"]["us_a_row"]}
 
 
-def _once(config: host.HostConfig, made: host.Work) -> dict:
+def _once(config: host.HostConfig, made: host.Work, way: str) -> dict:
     rollout = Rollout(config, made)
-    rollout.run()
+    getattr(rollout, way)()
     full = [(rows, seconds) for rows, seconds in rollout.steps if rows > 0.9 * config.rows]
 
     def us(*parts: str, less: Sequence[str] = ()) -> float:

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specrl.bench.pair import Bench, PairConfig, Timing, device_name, prepare, with_config
+from specrl.bench.pair import Bench, PairConfig, Timing, cut, device_name, prepare, useless, with_config
 from specrl.config import load as cli
 from specrl.results import tables
 from specrl.results.records import counted
@@ -40,7 +40,8 @@ def main(config: PairConfig) -> int:
         bench.time_pairs("fresh noise", replay=0.0),
         bench.time_pairs("replayed noise", replay=1.0),
         bench.time_pairs("same policy, replayed", replay=1.0, old_policy="newer"),
-        bench.time_pairs("useless drafts", replay=0.0, useless=True),
+        bench.time_pairs("texts cut at random", replay=0.0, change=cut),
+        bench.time_pairs("useless drafts", replay=0.0, change=useless),
     ]
     console = Console()
     described = f"{config.rows} rows, {config.model}, {config.trainer.precision}, {config.rollout.engine}"

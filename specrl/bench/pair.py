@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -148,13 +148,15 @@ class Bench:
 
         return build_engine(self.spec, self.model if self.config.rollout.engine == "transformers" else None)
 
-    def time_pairs(self, name: str, *, replay: float, old_policy: str = "older", useless: bool = False) -> Timing:
+    def time_pairs(
+        self, name: str, *, replay: float, old_policy: str = "older", change: Change | None = None
+    ) -> Timing:
         """Times pairs of plain and speculative rollouts of the newer policy with the cache of `old_policy`."""
         old = self.old_batch(old_policy)
         self.switch("newer")
         pairs = []
         for i in range(self.config.repeats + 1):
-            stage = self.rollout(old, replay=replay, useless=useless)
+            stage = self.rollout(old, replay=replay, change=change)
             plain = self.plain(1, replay) if i % 2 else None  # alternate: the second of a pair is a few percent faster
             batch = self.timed(stage)
             pairs.append((plain or self.plain(1, replay), batch))
@@ -198,9 +200,9 @@ class Bench:
         return self._texts[policy]
 
     def rollout(
-        self, old: RolloutBatch | None, *, engine=None, useless: bool = False, **settings
+        self, old: RolloutBatch | None, *, engine=None, change: Change | None = None, **settings
     ) -> SpeculativeRollout:
-        """A rollout stage whose cache holds the old batch or, with `useless`, random tokens of the same lengths."""
+        """A rollout stage whose cache holds the old batch. Args: change: alters its texts."""
         from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
         from specrl.rollout.speculative import SpeculativeRollout
 
@@ -208,11 +210,9 @@ class Bench:
         stage = SpeculativeRollout(engine or self.engine, cache, replace(self.config.rollout, **settings), seed=0)
         if old is not None:
             entries = stage.entries(self.rows, old, step=0)
-            if useless:
+            if change is not None:
                 rng = random.Random(0)
-                entries = [
-                    (e, s, replace(t, tokens=[rng.randrange(self.vocab) for _ in t.tokens])) for e, s, t in entries
-                ]
+                entries = [(e, s, replace(t, tokens=change(t.tokens, rng, self.vocab))) for e, s, t in entries]
             cache.put_many(entries)
         return stage
 
@@ -231,6 +231,20 @@ class Bench:
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 p.copy_(self.weights[policy][name])
+
+
+Change = Callable[[Sequence[int], random.Random, int], list[int]]
+"""What a case does to a stored text, given a source of randomness and the vocabulary's size."""
+
+
+def cut(tokens: Sequence[int], rng: random.Random, vocab: int) -> list[int]:
+    """The text up to a random position, at least one token: SPEC-RL's control without verification of where to cut."""
+    return list(tokens[: rng.randint(1, len(tokens))])
+
+
+def useless(tokens: Sequence[int], rng: random.Random, vocab: int) -> list[int]:
+    """Random tokens."""
+    return [rng.randrange(vocab) for _ in tokens]
 
 
 def of_pairs(specrl_s: Sequence[float], plain_s: Sequence[float]) -> tuple[float, float, float]:

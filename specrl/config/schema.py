@@ -18,8 +18,8 @@ class DatasetConfig:
     test_split: str = doc("test", "split of the evaluation prompts")
     train_size: int = doc(0, "training prompts; 0 is all, but data=arithmetic needs a number")
     test_size: int = doc(0, "test prompts; 0 is all, but data=arithmetic needs a number")
-    prompt_column: str = doc("", "column of the question; empty tries the usual names")
-    answer_column: str = doc("", "column of the reference answer; empty tries the usual names")
+    prompt_column: str = doc("", "column of the question, or outer.inner; empty tries the usual names")
+    answer_column: str = doc("", "column of the reference answer, or outer.inner; empty tries the usual names")
     level: Literal["easy", "medium", "hard", "mixed"] = doc("mixed", "difficulty of data=arithmetic")
     system_prompt: str = doc("", "system message before each question; empty sends none")
     prompt_template: str = doc("", "text in which each question replaces {prompt}; empty adds nothing")
@@ -72,7 +72,9 @@ class Config:
     revision: str = doc("", "branch, tag or commit of the model on the hub")
     device: str = doc("auto", "auto, cpu, cuda or cuda:N", resume="free")
     data: str = doc(
-        "arithmetic", "arithmetic (generated), gsm8k, math500, a hub id, a .jsonl/.parquet file or directory"
+        "arithmetic",
+        "arithmetic (generated), gsm8k, math500, deepscaler, deepmath, dapo_math, a hub id, a .jsonl/.parquet file or "
+        "directory",
     )
     dataset: DatasetConfig = doc(DatasetConfig, "which examples of `data` are used, and how they become prompts")
     lora: LoraConfig = doc(LoraConfig, "low-rank adapters instead of full training")

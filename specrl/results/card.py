@@ -12,7 +12,7 @@ from specrl.config.options import to_yaml
 from specrl.config.schema import Config
 from specrl.results.report import Report
 from specrl.run import policy
-from specrl.run.data import PRESETS, on_hub
+from specrl.run.hub import PRESETS, on_hub
 from specrl.run.machine import anonymous
 
 LOCAL = ("name", "output_dir", "resume", "device", "report")  # omitted: they only apply to this run on this machine

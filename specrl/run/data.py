@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from specrl.config.options import ConfigError
 from specrl.reward.answers import last_box
 from specrl.rollout.checks import suggestion
 from specrl.rollout.durable import read_json
+from specrl.run.hub import LOCAL_HINT, PRESET_ANSWERS, PRESETS, SUFFIXES, hub_rows, on_hub
 from specrl.run.tasks import arithmetic
 
 if TYPE_CHECKING:
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
 
     from specrl.config.schema import Config, DatasetConfig
 
-PRESETS = {"gsm8k": "openai/gsm8k:main", "math500": "HuggingFaceH4/MATH-500"}
-SUFFIXES = (".jsonl", ".parquet")
 ID_COLUMNS = ("id", "example_id", "unique_id", "uid")
 PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "query", "input")
-ANSWER_COLUMNS = ("answer", "final_answer", "expected_answer", "ground_truth", "target", "label", "solution")
-LOCAL_HINT = "data=PATH, a .jsonl or .parquet file or a directory with train.jsonl and test.jsonl"
+ANSWER_COLUMNS = (
+    *("answer", "final_answer", "expected_answer", "ground_truth", "reward_model.ground_truth", "target", "label"),
+    "solution",
+)
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,10 @@ def load_examples(name: str, config: DatasetConfig, split: Literal["train", "tes
     """The examples of one split, in the order of the source.
 
     Args:
-        name: `arithmetic`, `gsm8k`, `math500`, a hub id (`owner/name` or `owner/name:subset`), or a local .jsonl or
+        name: `arithmetic`, one of PRESETS, a hub id (`owner/name` or `owner/name:subset`), or a local .jsonl or
             .parquet file or a directory with one such file per split.
-        config: the columns, the number of examples, and the text around each prompt.
+        config: the columns (`outer.inner` names a part of one), the number of examples, and the text around each
+            prompt.
         split: what the examples are used for; `train_split` and `test_split` map it to the source's name for it, which
             may be a slice such as `train[90%:]`.
         seed: selects the subset if train_size or test_size is set. A larger subset contains every smaller one.
@@ -106,29 +108,45 @@ def to_dataset(examples: Sequence[Example]) -> Dataset:
 
 def _examples(name: str, rows: Sequence[tuple[str, dict]], config: DatasetConfig) -> list[Example]:
     """The examples of rows and their sources; `id` is "" if the data has none."""
-    columns = list(rows[0][1])
+    columns = _columns(rows[0][1])
     prompt_column = _column(columns, config.prompt_column, PROMPT_COLUMNS, "prompt", name)
-    answer_column = _column(columns, config.answer_column, ANSWER_COLUMNS, "answer", name)
+    answer_option = config.answer_column or PRESET_ANSWERS.get(name, "")
+    answer_column = _column(columns, answer_option, ANSWER_COLUMNS, "answer", name)
     id_column = next((column for column in ID_COLUMNS if column in columns), None)
     used = {prompt_column, answer_column, id_column, "prompt", "example_id", "answer"}
     examples = []
     for source, row in rows:
-        prompt = row.get(prompt_column)
+        prompt = _value(row, prompt_column)
         chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in prompt)
         if not prompt or not (chat or isinstance(prompt, str)):
             raise ConfigError(f"{source}: '{prompt_column}' must be text or a chat, not {str(prompt)[:60]!r}.")
         fields = {key: value for key, value in row.items() if key not in used}
         answer = None
-        reference = row.get(answer_column)
+        reference = _value(row, answer_column)
         if reference not in (None, ""):
             answer = final_answer(str(reference))
-            if answer is not None or (answer_column == "solution" and not config.answer_column):
+            if answer is not None or (answer_column == "solution" and not answer_option):
                 fields = {"solution": str(reference)} | fields
             else:
                 answer = str(reference).strip()
         row_id = row.get(id_column)
         examples.append(Example("" if row_id is None else str(row_id), prompt, answer, fields, source))
     return examples
+
+
+def _columns(row: dict) -> list[str]:
+    """The names of a row's columns, then of their parts as `outer.inner`."""
+    parts = [f"{outer}.{inner}" for outer, value in row.items() if isinstance(value, dict) for inner in value]
+    return [*row, *parts]
+
+
+def _value(row: dict, column: str | None) -> Any:
+    """What a row has in a column, or in a part of one; None if it has none."""
+    if column is None or column in row:
+        return row.get(column)
+    outer, _, inner = column.partition(".")
+    part = row.get(outer)
+    return part.get(inner) if isinstance(part, dict) else None
 
 
 def _column(columns: list[str], option: str, usual: Sequence[str], role: str, name: str) -> str | None:
@@ -153,13 +171,6 @@ def final_answer(text: str) -> str | None:
         return re.sub(r"(?<=\d),(?=\d{3})", "", match[1].strip())
     box = last_box(text)
     return box and box[2].strip()
-
-
-def on_hub(name: str) -> bool:
-    """Whether `data=name` is downloaded from the hub."""
-    path = Path(name).expanduser()
-    local = path.exists() or path.suffix in SUFFIXES or path.is_absolute()
-    return not local and (name in PRESETS or (name.count("/") == 1 and not name.startswith((".", "~"))))
 
 
 def _identified(examples: list[Example]) -> list[Example]:
@@ -205,7 +216,7 @@ def _rows(name: str, split: str, role: str) -> list[tuple[str, dict]]:
     if path.exists():
         rows = _local(path, split, role)
     elif on_hub(name):
-        rows = [(f"{name}, row {at}", row) for at, row in enumerate(_hub(PRESETS.get(name, name), split, role), 1)]
+        rows = [(f"{name}, row {at}", row) for at, row in enumerate(hub_rows(name, split, role), 1)]
     elif path.suffix in SUFFIXES or "/" in name or name.startswith((".", "~")):
         raise ConfigError(_missing(path))
     else:
@@ -279,19 +290,3 @@ def _parsed(path: Path) -> list[tuple[str, dict]]:
             raise ConfigError(f"{path}, line {number}: must be an object with columns, not {line[:60]!r}.")
         rows.append((f"{path}, line {number}", row))
     return rows
-
-
-def _hub(source: str, split: str, role: str) -> list[dict]:
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetNotFoundError
-
-    hub_id, _, subset = source.partition(":")
-    try:
-        return load_dataset(hub_id, subset or None, split=split).to_list()
-    except DatasetNotFoundError as error:
-        raise ConfigError(f"The hub has no data set '{hub_id}', or it is private. Use {LOCAL_HINT}.") from error
-    except OSError as error:
-        raise ConfigError(f"Cannot reach the hub for '{hub_id}': this machine is offline. Use {LOCAL_HINT}.") from error
-    except ValueError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{hub_id}: {reason} Set dataset.{role}_split, or a subset as data={hub_id}:NAME.") from error

@@ -12,7 +12,8 @@ from specrl.config.rules import warnings
 from specrl.reward.base import RewardError
 from specrl.reward.loading import check as check_rewards
 from specrl.run import policy
-from specrl.run.data import left_out, load_examples, on_hub
+from specrl.run.data import left_out, load_examples
+from specrl.run.hub import on_hub
 
 if TYPE_CHECKING:
     from specrl.config.schema import Config

@@ -32,6 +32,14 @@ SMALLEST = {
         "PARALLEL": {"parallel": 1},
     },
     "drafter_costs": {"VOCABULARY": 512, "DEPTH": 2, "TOKENS": (1, 4, 8)},
+    "counts.record": {"LEARNT": 4, "HELD_OUT": 4, "CAP": 16, "SIZES": (1,), "STEPS": 1},
+    "counts.beside_texts": {"MOSTS": (1,), "DOUBTS": (0.0,), "TEXT_DOUBTS": (0.1,), "SHARES": (1.0,)},
+    "counts.trees": {"MOSTS": (2,), "DOUBTS": (0.4,), "TEXT_DOUBTS": (0.1,), "SHARES": (1.0,)},
+    "counts.adapter": {"ADAPTERS": ((1, False),)},
+    "counts.law": {"LAYERS": (1, 2), "BUDGETS": (1, 2), "BATCH": 4},
+    "counts.longest": {"PROBLEMS": 1, "GROUP": 2, "KNOWN": (1,), "DRAFTS": (4,)},
+    "counts.selection": {"SHARES": (0.4,), "STEPS": 1, "BATCH": 4, "SEEDS": (0,)},
+    "counts.corrected": {"ROUNDS": 2, "PROMPTS": 2, "RATES": (1e-3,), "CAP": 16},
     "equivalence.learning": {"EPOCHS": 2},
     "equivalence.on_policy": {"OPTIONS": on_policy.OPTIONS | {"dataset.train_size": 4, "rollout.max_new_tokens": 24}},
     "routers": {"REPEATS": 1},
@@ -63,6 +71,14 @@ def by_words(name, schema, *words):
         assert cli.run(module.main, filled, getattr(module, schema), training=False) == 0
 
     return run
+
+
+def counts(folder):
+    package = script("counts.__main__")
+    for name in package.NAMES:
+        package.main(name, work=str(folder / "work"), out=str(folder / "out.json"))
+        command = json.loads((folder / "out.json").read_text())["command"]
+        assert command == f"python -m benchmarks.research.counts {name} out=out.json"
 
 
 def draft_model(folder):
@@ -97,6 +113,7 @@ def vllm_host(folder):
 RUNS = {
     "budget": by_words("budget", "BudgetConfig", "rows=[1]", "repeats=1", "few=true"),
     "cache_lookup": lambda folder: script("cache_lookup").main(entries=200, rows=8),
+    "counts": counts,
     "cotraining": lambda folder: script("cotraining").main(steps="2", out=str(folder / "out.json")),
     "drafters": by_words("drafters", "DraftersConfig", "steps=1", "prompts=8", "rows=8"),
     "equivalence": equivalence,
@@ -115,7 +132,7 @@ RUNS = {
 def test_every_script_is_run():
     paths = (ROOT / "benchmarks" / "research").iterdir()
     scripts = {path.stem for path in paths if path.suffix == ".py" and "__main__" in path.read_text()}
-    assert scripts | {"selfspec", "equivalence"} == set(RUNS)
+    assert scripts | {"counts", "selfspec", "equivalence"} == set(RUNS)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -36,6 +36,16 @@ SMALL = {  # two visits of two prompts, so that the second step drafts from the 
 # Configs --------------------------------------------------------------------------------------------------------------
 
 HERE = {"model": "{policy}", "data": "arithmetic", "rollout.engine": "transformers", "trainer.rows_per_pass": 2}
+REASONING = HERE | {
+    "dataset.train_split": "train",
+    "dataset.test_split": "test",
+    "dataset.chat_template_kwargs": "{{}}",
+    "dataset.prompt_template": "",
+    "cluster.num_workers": 0,
+    "cluster.gpus_per_worker": 0,
+    "cluster.address": "",
+    "trainer.precision": "fp32",  # the probe is strict about a random policy in bf16
+}
 CONFIGS = {  # what is not as packaged, besides SMALL
     "arbitrage_math": {
         "model": "{policy}",
@@ -57,6 +67,8 @@ CONFIGS = {  # what is not as packaged, besides SMALL
     "ppo_gsm8k": HERE,
     "ppo_math": {},
     "ray_grpo_math": {"cluster.num_workers": 0},  # with workers: test_ray.py
+    "reasoning_math": REASONING,  # with vLLM and workers: test_vllm.py
+    "reasoning_math_7b": REASONING | {"rollout.vllm.tensor_parallel": 1},
 }
 
 # Choices --------------------------------------------------------------------------------------------------------------

@@ -106,3 +106,27 @@ def test_rollouts_ahead_change_nothing(tmp_path, model, plain, passes):
     assert all(step.metrics["spec/ahead_ratio"] > 0 for step in got.steps[1:])
     if passes > 99:
         assert all(step.metrics["spec/ahead_done_ratio"] == 1 for step in got.steps[1:])
+
+
+@pytest.mark.long
+def test_reasoning_math_on_vllm_workers_with_rollouts_ahead_is_the_run_without_drafts(tmp_path, model):
+    """The mission's set-up at its smallest: old texts, vLLM workers on Ray, the next batch begun ahead."""
+    pytest.importorskip("ray", reason="needs the ray extra")
+    small = {
+        "config": "reasoning_math",
+        "data": "arithmetic",
+        "dataset__train_split": "train",
+        "dataset__test_split": "test",
+        "dataset__chat_template_kwargs": "{}",
+        "dataset__prompt_template": "",
+        "cluster__num_workers": 1,
+        "cluster__gpus_per_worker": 0,
+        "trainer__precision": "fp32",
+        "trainer__rows_per_pass": 4,
+        "rollout__rows_per_batch": 8,
+        "rollout__tokens_per_pass": 512,
+    }
+    exact = vllm(tmp_path, model, name="exact", **small)
+    off = vllm(tmp_path, model, name="off", rollout__acceptance="off", **small)
+    assert differences(off, exact) == []
+    assert exact.steps[-1].reuse > 0.1

@@ -38,9 +38,9 @@ def measure(policy, tokenizer, problems: int, console: Console) -> dict:
     return {"problems": problems, "lines": lines}
 
 
-def walked(text: Sequence[int], known: Texts, length: int, counted: bool) -> int:
-    """Passes that a text takes with drafts of at most `length` tokens."""
-    places, at, passes = Places(known), 0, 0
+def walked(text: Sequence[int], known: Texts, length: int, counted: bool, lengths: Sequence[int] = LENGTHS) -> int:
+    """Passes that a text takes with drafts of at most `length` tokens. Args: lengths: of matches, longest first."""
+    places, at, passes = Places(known, lengths), 0, 0
     while at < len(text):
         draft = places.draft(text[:at], length, counted)
         accepted = next((i for i, token in enumerate(draft) if text[at + i : at + i + 1] != [token]), len(draft))
@@ -49,10 +49,10 @@ def walked(text: Sequence[int], known: Texts, length: int, counted: bool) -> int
 
 
 class Places:
-    """Where n-grams occur in some texts, the latest last."""
+    """Where n-grams of these lengths, longest first, occur in some texts, the latest last."""
 
-    def __init__(self, texts: Texts):
-        self._texts, self._own = [*texts], list[int]()
+    def __init__(self, texts: Texts, lengths: Sequence[int] = LENGTHS):
+        self._texts, self._own, self._lengths = [*texts], list[int](), lengths
         self._found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for number, text in enumerate(texts):
             self._add(number, text, 0)
@@ -60,7 +60,7 @@ class Places:
 
     def _add(self, number: int, text: Sequence[int], since: int) -> None:
         for end in range(since + 1, len(text) + 1):
-            for n in (n for n in LENGTHS if n <= end):
+            for n in (n for n in self._lengths if n <= end):
                 self._found.setdefault(tuple(text[end - n : end]), []).append((number, end))
 
     def draft(self, text: Sequence[int], length: int, counted: bool) -> list[int]:
@@ -70,7 +70,7 @@ class Places:
         """
         before, self._own[:] = len(self._own), text
         self._add(len(self._texts) - 1, text, before)
-        suffixes = (tuple(text[-n:]) for n in LENGTHS if n <= len(text))
+        suffixes = (tuple(text[-n:]) for n in self._lengths if n <= len(text))
         places = next((found for suffix in suffixes if (found := self._going_on(suffix))), [])
         if not places:
             return []

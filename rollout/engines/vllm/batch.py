@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from specrl.rollout.drafting.budget import State
 from specrl.rollout.drafting.draft import EMPTY, Draft
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.response import Response
@@ -25,6 +26,10 @@ class VLLMRow(Response):
     """The one draft that the lenient rule verifies, by response position."""
     offset: int = 0
     """Index of its first token in `LogprobBuffer`."""
+    by_model: Sequence[int] = ()
+    """What vLLM's draft model proposed for the next step, verified or not."""
+    model_state: State = "start"
+    """How much of that proposal was right."""
 
 
 class LogprobBuffer:

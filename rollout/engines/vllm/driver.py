@@ -25,6 +25,7 @@ from specrl.rollout.engines.response import refuse_unusable
 from specrl.rollout.engines.vllm.batch import BUG, LogprobBuffer, StepBatch, VLLMRow
 from specrl.rollout.engines.vllm.device import MOST_TEXTS
 from specrl.rollout.engines.vllm.flow import Step
+from specrl.rollout.engines.vllm.planned import PlannedAdapter
 from specrl.rollout.engines.vllm.scheduler import DraftLengths
 from specrl.rollout.engines.vllm.v1 import V1Adapter
 from specrl.rollout.engines.vllm.v2 import V2Adapter
@@ -38,10 +39,10 @@ class HostFlow:
     """Generates each response with one request."""
 
     llm: LLM
-    adapter: V1Adapter | V2Adapter
+    adapter: V1Adapter | V2Adapter | PlannedAdapter
 
     def __post_init__(self):
-        self.llm.collective_rpc("specrl_install_adapter", args=(self.adapter,))
+        self.adapter.install(self.llm)
 
     def run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool], weight_version: int) -> EngineStats:
         """Finishes every row, unless `stop` says before a step that this is enough."""

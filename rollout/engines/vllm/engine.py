@@ -38,6 +38,7 @@ from specrl.rollout.engines.vllm.contract import check as check_names
 from specrl.rollout.engines.vllm.driver import DeviceFlow, HostFlow
 from specrl.rollout.engines.vllm.flow import Flow
 from specrl.rollout.engines.vllm.logits import logits_budget
+from specrl.rollout.engines.vllm.planned import PlannedAdapter
 from specrl.rollout.engines.vllm.scheduler import DraftLengths
 from specrl.rollout.engines.vllm.settings import choose_runner, executor, settings, speculation
 from specrl.rollout.engines.vllm.v1 import V1Adapter
@@ -196,7 +197,7 @@ class VLLMEngine:
         config = self.spec.rollout
         dtype = getattr(torch, self.spec.dtype)
         budget = logits_budget(self.vocab, config.logits_mb, dtype, config.tokens_per_pass)
-        if config.on_device:
+        if config.vllm.on_device:
             lengths = DraftLengths(
                 source="model" if config.drafter else config.vllm.speculator.partition("=")[0],
                 drafting=self.drafting,
@@ -210,6 +211,8 @@ class VLLMEngine:
             draft_tokens=config.vllm.draft_tokens,
             budget=budget,
         )
+        if config.planned:
+            return HostFlow(llm=self._llm, adapter=PlannedAdapter(flow=flow, with_model=bool(config.drafter)))
         if self.runner == "v2":
             return HostFlow(llm=self._llm, adapter=V2Adapter(flow=flow))
         chunk = rows_per_chunk(self.vocab, config.logits_mb)

@@ -88,8 +88,10 @@ def choose_runner(spec: EngineSpec, sampling: SamplingParams) -> str:
     """
     vllm = spec.rollout.vllm
     no_v1 = ""
-    if spec.rollout.on_device:
-        no_v1 = f"{spec.rollout.on_device} leaves drafts to the device, which v1 asks the host for"
+    if spec.rollout.vllm.on_device:
+        no_v1 = f"{spec.rollout.vllm.on_device} leaves drafts to the device, which v1 asks the host for"
+    elif spec.rollout.planned:
+        no_v1 = f"{spec.rollout.planned} needs drafts that come with the plan of a step"
     if not HAS_TRITON:
         no_v2 = "it needs a GPU, or Triton"
     else:  # vLLM raises smaller temperatures to this
@@ -120,11 +122,12 @@ def speculation(spec: EngineSpec, runner: str) -> dict:
     drafts["method"] = "ngram_gpu" if name == "texts" else name  # needs no model; DeviceTexts replaces it
     if model:
         drafts["model"] = model
-    if not spec.rollout.on_device:
+    if not (spec.rollout.vllm.on_device or spec.rollout.planned):
         return {"speculative_config": drafts, "async_scheduling": False, **host}
+    scheduler = "scheduler.DraftScheduler" if spec.rollout.vllm.on_device else "planned.PlannedScheduler"
     return {
         "speculative_config": drafts,
-        "async_scheduling": True,
-        "scheduler_cls": f"{_HOOKS}.scheduler.DraftScheduler",
+        "async_scheduling": bool(spec.rollout.vllm.on_device),
+        "scheduler_cls": f"{_HOOKS}.{scheduler}",
         "logprobs_mode": "processed_logprobs",
     }

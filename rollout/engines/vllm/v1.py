@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm import LLM
 from vllm.v1.outputs import SamplerOutput
 
 from specrl.rollout.drafting.draft import Draft
@@ -35,8 +36,12 @@ class V1Adapter:
     flow: Flow
     chunk: int
 
-    def install(self, runner: Any) -> None:
-        """Makes vLLM's model runner sample and draft by the flow."""
+    def install(self, llm: LLM) -> None:
+        """Makes vLLM sample and draft by the flow."""
+        llm.collective_rpc("specrl_install_adapter", args=(self,))
+
+    def install_in(self, runner: Any) -> None:
+        """Makes vLLM's model runner, in this process, sample and draft by the flow."""
         runner._sample = MethodType(self.sample, runner)
         runner.drafter.propose = self.propose
         lift_draft_limit(runner)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm import LLM
 from vllm.v1.outputs import DraftTokenIds
 
 from specrl.rollout.drafting.draft import Draft
@@ -77,8 +78,12 @@ class V2Adapter:
     _lengths: list[int] = field(default_factory=list)
     """Draft tokens of each row in the next step."""
 
-    def install(self, runner: Any) -> None:
+    def install(self, llm: LLM) -> None:
         """See V1Adapter.install."""
+        llm.collective_rpc("specrl_install_adapter", args=(self,))
+
+    def install_in(self, runner: Any) -> None:
+        """See V1Adapter.install_in."""
         self.flow.keep_hidden(runner.model)
         install(runner, HostVerifier)
         runner.rejection_sampler.adapter = self

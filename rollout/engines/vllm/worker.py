@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from specrl.rollout.engines.base import DRAFTER
 from specrl.rollout.engines.vllm.device import DeviceTexts
+from specrl.rollout.engines.vllm.planned import install_planned
 from specrl.rollout.engines.vllm.sampler import install, share_noise
 
 if TYPE_CHECKING:
@@ -39,7 +40,13 @@ class WorkerExtension:
 
     def specrl_install_adapter(self, adapter: V1Adapter | V2Adapter) -> None:
         """In-process only: the adapter's flow samples and drafts from now on."""
-        adapter.install(self.model_runner)
+        adapter.install_in(self.model_runner)
+
+    def specrl_install_planned(self, with_model: bool) -> None:
+        """Requests are sampled by their keys; drafts come with the scheduler's plan."""
+        install_planned(self.model_runner, with_model)
+        if with_model:
+            self.weight_transfer_engine.drafter = self.get_draft_model()
 
     def specrl_install_device(self, texts: bool) -> None:
         """Requests are sampled by their keys; drafts come from their texts, or else from vLLM's own speculator."""

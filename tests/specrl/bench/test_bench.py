@@ -92,6 +92,7 @@ def test_a_config_brings_its_prompts_engine_and_sampling(mine, tmp_path, capsys)
         ("fresh noise", 4, 0),
         ("replayed noise", 4, 0),
         ("same policy, replayed", 4, 0),
+        ("texts cut at random", 4, 0),
         ("useless drafts", 4, 0),
     ]
     bench, others, tokenizer = prepare(load(words, PairConfig, training=False))

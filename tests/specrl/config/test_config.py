@@ -32,6 +32,8 @@ SHIPPED = (
     "ppo_gsm8k",
     "ppo_math",
     "ray_grpo_math",
+    "reasoning_math",
+    "reasoning_math_7b",
 )
 BASE = ("config=grpo_math",)
 

@@ -139,6 +139,20 @@ def test_presets_and_hub_ids_go_through_load_dataset(monkeypatch):
     ]
 
 
+def test_answers_of_the_large_math_sets(monkeypatch, tmp_path):
+    import datasets
+
+    row = {"prompt": "What is 2 + 2?", "solution": "4", "data_source": "math_dapo"}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list([row]))
+    assert load("dapo_math")[0].answer == "4"
+    nested = {"prompt": [{"role": "user", "content": "2 + 2?"}], "reward_model": {"ground_truth": "4", "style": "rule"}}
+    (example,) = load(write(tmp_path / "verl.jsonl", [nested]))
+    assert example.answer == "4"
+    assert example.fields["reward_model"]["style"] == "rule"
+    with pytest.raises(ConfigError, match=r"reward_model\.ground_truth"):
+        load(write(tmp_path / "verl.jsonl", [nested]), answer_column="reward_model.answer")
+
+
 def hub_failures():
     from datasets.exceptions import DatasetNotFoundError
 

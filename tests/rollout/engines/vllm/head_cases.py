@@ -19,8 +19,8 @@ from specrl.rollout.types import RolloutError
 from specrl.trainers.weights import PolicyWeights
 from tests.rollout.engines.local.test_head import LENGTH, by_hand
 from tests.rollout.engines.vllm.device_cases import acceptance, engine_of  # noqa: F401 - a fixture
-from tests.rollout.engines.vllm.engines import exactly, moved, policy, probe_of, spec_of
-from tests.rollout.golden import EOS_IDS, differing, requests_of
+from tests.rollout.engines.vllm.engines import close, exactly, moved, policy, probe_of, spec_of, start
+from tests.rollout.golden import EOS_IDS, Script, differing, requests_of
 
 ROWS, DEPTHS, STEPS = 8, (1, 2), 120
 
@@ -95,6 +95,20 @@ def test_it_drafts_what_the_head_drafts_by_hand(engine_of, case, heads, guesses)
     for row in guesses.values():
         row[:] = [(position, token + 1) for position, token in row]
     assert strange(guesses, model, head, cases, want) == (drafts, drafts), "control"
+
+
+def test_it_drafts_beside_texts(case, heads, saved):
+    """vLLM's scheduler carries the drafts of both, so rows without a text are drafted by the head."""
+    *_, cases, want = case
+    engine = start(spec_of(saved("qwen3")[1], drafter=heads, draft_tokens=LENGTH))
+    texts = [Script(tokens) if i % 2 else None for i, (tokens, _, _) in enumerate(want)]
+    try:
+        for drafters in (None, texts, texts):
+            done, stats = engine.generate(requests_of(cases, drafters))
+            assert differing(done, want, 1e-4) == []
+        assert all(stats.sources[source][1] > 0 for source in ("model", "custom"))
+    finally:
+        close(engine)
 
 
 def test_it_follows_the_updates(engine_of, case, heads, guesses):

@@ -38,7 +38,8 @@ def test_a_head_is_another_method_than_a_draft_model(spec, tmp_path):
     from specrl.rollout.engines.vllm.settings import speculation
 
     arguments = speculation(spec, "v2")
-    assert arguments["async_scheduling"] is True
+    assert arguments["async_scheduling"] is False, "the host chooses between the head and the texts"
+    assert arguments["scheduler_cls"].endswith("planned.PlannedScheduler")
     assert arguments["speculative_config"] == {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 32}
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
     assert speculation(spec, "v2")["speculative_config"]["method"] == "draft_model"
@@ -49,7 +50,7 @@ def test_a_head_is_another_method_than_a_draft_model(spec, tmp_path):
 @pytest.mark.parametrize(
     ("drafter", "vllm", "reason"),
     [
-        (True, {}, "drafter=.* leaves drafts to the device.*; nor does v2: it needs a GPU, or Triton"),
+        (True, {}, "drafter=.* needs drafts that .*; nor does v2: it needs a GPU, or Triton"),
         (False, {"speculator": "eagle=DIR"}, "speculator=.* leaves drafts to the device.*nor does v2"),
         (False, {"tensor_parallel": 2}, "runner=v1 .*tensor_parallel=2 .*nor does v2"),
         (

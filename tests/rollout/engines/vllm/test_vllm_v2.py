@@ -1,7 +1,8 @@
 """The vLLM engine on Model Runner V2, in processes that enable Triton's interpreter at their start.
 
 Runs test_vllm.py, test_lossy.py and test_vllm_served.py again, without tests marked `on_v1`. device_cases.py tests
-drafts on the device, head_cases.py those of a draft head, and served_cases.py what only servers on V2 have.
+drafts on the device, planned_cases.py those that vLLM's scheduler carries, head_cases.py those of a draft head, and
+served_cases.py what only servers on V2 have.
 """
 
 import importlib.util
@@ -21,6 +22,7 @@ SITE = f"import os\nif os.environ.get('TRITON_INTERPRET'):\n    import {HERE}.vl
 TOGETHER = [
     ["test_vllm.py", "test_lossy.py"],
     ["device_cases.py", "head_cases.py"],
+    ["planned_cases.py"],
     ["served_cases.py", "test_vllm_served.py"],
 ]
 """Each in one process, which takes a quarter of a minute to start."""

@@ -1,0 +1,158 @@
+"""Drafts that vLLM's scheduler carries to its workers. Run by test_vllm_v2.py under vllm_shim."""
+
+# ruff: noqa: F811 - a fixture of device_cases, which tests name as an argument
+
+import random
+
+import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from specrl.rollout.engines.vllm import planned, sampler
+from specrl.rollout.types import Request
+from specrl.trainers.weights import PolicyWeights
+from tests.rollout.engines.vllm.device_cases import acceptance, drafters, texts_of_every_quality, trusting  # noqa: F401
+from tests.rollout.engines.vllm.engines import MANY_BLOCKS, adjusted, close, exactly, probe_of, spec_of, start
+from tests.rollout.golden import EOS_IDS, Script, all_wrong, corrupt, differing, requests_of
+
+
+@pytest.fixture(scope="session")
+def engine_of(saved):
+    """engine_of(parallel=1, drafter="", **settings): an engine whose scheduler carries the drafts."""
+    engines = {}
+
+    def get(parallel=2, eos_ids=EOS_IDS, distribution=(1.0, 0, 1.0), window=6, **settings):
+        name = repr((settings, parallel))
+        if name not in engines:
+            spec = spec_of(saved("qwen3")[1], **settings)
+            spec.rollout.vllm.tensor_parallel = parallel
+            engines[name] = start(spec)
+        return adjusted(engines[name], eos_ids=eos_ids, distribution=distribution, window=window)
+
+    yield get
+    for engine in reversed(engines.values()):
+        close(engine)
+
+
+@pytest.fixture(scope="session")
+def some(golden):
+    """some(distribution): the first 7 rows of `golden`, one for each kind of draft."""
+    return lambda **options: tuple(part[:7] for part in golden(**options))
+
+
+@pytest.mark.parametrize("distribution", [(1.0, 0, 1.0), (0.0, 0, 1.0), (0.8, 9, 0.9)])
+def test_two_ranks_sample_what_one_process_samples_with_drafts_of_any_quality(engine_of, some, distribution):
+    cases, want = some(distribution=distribution)
+    engine = engine_of(distribution=distribution)
+    plain, stats = engine.generate(requests_of(cases))
+    assert differing(plain, want, 1e-4) == []
+    assert stats.drafted == 0
+    steps = stats.passes
+    done, stats = engine.generate(requests_of(cases, texts_of_every_quality([t for t, _, _ in want])))
+    assert exactly(done) == exactly(plain), "bit for bit, log-probs too"
+    assert 0 < stats.accepted < stats.drafted
+    done, stats = engine.generate(requests_of(cases, [Script(t) for t, _, _ in want]))
+    assert exactly(done) == exactly(plain)
+    assert stats.passes < steps / 2
+
+
+@pytest.mark.parametrize("settings", [{"draft_tokens": 1}, {"tokens_per_pass": 16, "rows_per_batch": 4}])
+def test_short_drafts_and_prompts_computed_in_parts(engine_of, some, drafters, settings):
+    cases, want = some()
+    texts = texts_of_every_quality([t for t, _, _ in want])
+    engine = engine_of(parallel=1, drafter=drafters(0.1), **settings)
+    done, stats = engine.generate(requests_of(cases, texts))
+    assert differing(done, want, 1e-4) == []
+    assert stats.accepted > 0
+
+
+def test_a_cache_too_small_for_the_batch_changes_nothing(engine_of, monkeypatch):
+    """vLLM preempts rows, assigns them other slots and recomputes their KV."""
+    plain, _ = engine_of(eos_ids=frozenset()).generate(requests_of(MANY_BLOCKS))
+    engine = engine_of(kv_mb=1, eos_ids=frozenset())
+    preempted = []
+    preempt = Scheduler._preempt_request
+    monkeypatch.setattr(Scheduler, "_preempt_request", lambda *a, **more: preempted.append(1) or preempt(*a, **more))
+    drafters = [Script(corrupt(c.tokens, random.Random(i), 0.1)) for i, c in enumerate(plain)]
+    done, _ = engine.generate(requests_of(MANY_BLOCKS, drafters))
+    assert exactly(done) == exactly(plain)
+    assert preempted
+
+
+def test_rows_of_a_group_draft_from_each_other_on_two_ranks(engine_of):
+    """In a first epoch, which drafts on the device cannot serve."""
+    engine = engine_of()
+    prompt = [3, 9, 11, 4]
+    (long,), _ = engine.generate(requests_of([(prompt, 30)]))
+    texts = PromptTexts(sources=("group",))
+    (key,) = [request.key for request in requests_of([(prompt, 30)])]
+    alike = [Request(prompt, key, 30 - i, SuffixDrafter(texts)) for i in range(4)]
+    done, stats = engine.generate(alike)
+    assert [c.tokens for c in done] == [long.tokens[: 30 - i] for i in range(4)]
+    assert stats.sources["group"][1] >= 0
+
+
+@pytest.fixture(scope="session")
+def halves(some):
+    """Rows, the policy's responses, and drafters that know every second response."""
+    cases, want = some()
+    return cases, want, lambda: [Script(t) if i % 2 else None for i, (t, _, _) in enumerate(want)]
+
+
+def test_each_row_takes_the_draft_that_promises_more(engine_of, halves, drafters):
+    cases, want, texts = halves
+    engine = engine_of(parallel=1, drafter=drafters(0.05), draft_tokens=24, window=0)
+    for _ in range(2):  # acceptance is known from the second time on
+        by_model = engine.generate(requests_of(cases))
+        both = engine.generate(requests_of(cases, texts()))
+    assert differing(both[0], want, 1e-4) == []
+    assert differing(by_model[0], want, 1e-4) == []
+    assert by_model[1].sources.keys() == {"model"}
+    assert both[1].sources["model"][1] > 0
+    assert both[1].sources["custom"][1] > 0
+    assert both[1].passes <= by_model[1].passes
+
+
+def test_a_model_that_is_never_right_leaves_rows_to_their_texts(engine_of, halves, drafters):
+    cases, want, _ = halves
+    engine = engine_of(parallel=1, drafter=drafters(5.0), draft_tokens=8, window=0)
+    texts = [Script(t) for t, _, _ in want]
+    engine.generate(requests_of(cases))
+    done, stats = engine.generate(requests_of(cases, texts))
+    assert differing(done, want, 1e-4) == []
+    drafted = {source: pair[0] for source, pair in stats.sources.items()}
+    assert drafted["custom"] > 4 * drafted.get("model", 0)
+
+
+def test_the_model_follows_the_updates(saved, engine_of, some, drafters):
+    cases, want = some()
+    model, _ = saved("qwen3")
+    engine = engine_of(parallel=1, drafter=drafters(0.5), draft_tokens=4)
+    far = acceptance(engine, cases, want)
+    engine.update_weights(PolicyWeights(model, drafter=model), 1, probe_of(model))
+    assert far < 0.5 < 0.9 < acceptance(engine, cases, want)
+
+
+def test_what_there_is_after_a_stop_is_a_beginning(engine_of, some):
+    engine = engine_of()
+    cases, want = some()
+    asked = iter(range(10**6))
+    texts = engine.ahead(requests_of(cases), lambda: next(asked) >= 4)
+    for text, (tokens, _, finish) in zip(texts, want, strict=True):
+        assert list(text.tokens) == tokens[: len(text.tokens)]
+        assert text.finish in (None, finish)
+    assert differing(engine.generate(requests_of(cases))[0], want, 1e-4) == [], "nothing of it is kept"
+
+
+@pytest.mark.parametrize("fault", ["plan", "acceptance"])
+def test_planted_faults_are_found(engine_of, some, drafters, monkeypatch, fault):
+    cases, want = some()
+    engine = engine_of(parallel=1, drafter=drafters(5.0), draft_tokens=8)
+    if fault == "plan":  # a worker that ignores the drafts of the plan accepts none of them
+        monkeypatch.setattr(planned, "take_drafts", lambda states, drafts: None)
+        _, stats = engine.generate(requests_of(cases, [Script(t) for t, _, _ in want]))
+        assert stats.accepted < stats.drafted / 4
+    else:
+        monkeypatch.setattr(sampler.KeyedVerifier, "accept", trusting())
+        done, _ = engine.generate(requests_of(cases, [Script(all_wrong(t)) for t, _, _ in want]))
+        assert len(differing(done, want)) > 3
