@@ -71,6 +71,12 @@ class RolloutConfig:
         "0 is never",
         resume="free",
     )
+    twin: str = doc(
+        "",
+        "run with the same seed and cache.log=true, or its directory, whose texts under the same keys are the first "
+        "drafts (docs/sweeps.md)",
+        resume="drafts",
+    )
     cache: CacheConfig = doc(CacheConfig, "stored responses", resume="free")
     budget: BudgetConfig = doc(BudgetConfig, "how many tokens are drafted", resume="free")
     judged: JudgedConfig = doc(JudgedConfig, "mismatching draft tokens that acceptance=judged accepts")
@@ -127,6 +133,10 @@ class RolloutConfig:
                 "<rollout.acceptance> drafts from stored responses only, not from <rollout.drafter>. Leave it out, or "
                 "try rollout.acceptance=exact."
             )
+        if self.twin and self.acceptance != "exact":
+            yield "<rollout.twin> gives drafts to exact acceptance, not to <rollout.acceptance>. Leave it out."
+        if self.cache.log and self.lossy:
+            yield "<rollout.cache.log> keeps what keys decide, not what <rollout.acceptance> accepts. Leave it out."
         if self.engine == "vllm":
             yield from self._vllm_problems()
         device = self.vllm.on_device

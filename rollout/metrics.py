@@ -91,6 +91,9 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, Metric]:
     for name, (drafted, accepted) in stats.sources.items():
         metrics[f"spec/acceptance_{name}"] = mean(accepted, drafted)
         metrics[f"spec/reused_{name}"] = mean(accepted, total)
+    if batch.twin:
+        metrics["spec/twin_hit_rate"] = mean(sum(same is not None for same in batch.twin), rows)
+        metrics["spec/twin_unchanged_ratio"] = mean(sum(same is True for same in batch.twin), rows)
     if batch.ahead:
         metrics |= _ahead_metrics(batch, total)
     if stats.paused:

@@ -4,46 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
 
+from specrl.rollout.cache.log import Twin
 from specrl.rollout.cache.memory import TrajectoryCache
 from specrl.rollout.checks import check
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.base import Engine, WorksAhead
 from specrl.rollout.keys import derive_key, generation, occurrences
+from specrl.rollout.planned import Domain, Planned, check_keys
 from specrl.rollout.types import (
     AheadText,
     Completion,
     EngineStats,
     Request,
     RolloutBatch,
-    RolloutError,
     Row,
     Trajectory,
 )
-
-Domain = Literal["rollout", "control", "evaluation"]
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A row of a batch with its key and its stored response, before the engine runs."""
-
-    row: Row
-    sample_index: int
-    visit: int
-    """How often its prompt was rolled out before."""
-    generation: int
-    """The visit whose noise it uses: an earlier one if the row is replayed."""
-    key: int
-    old: Trajectory | None
-    """The stored response of its sample."""
-
-    def unchanged(self, completion: Completion) -> bool:
-        """Whether the response equals the stored one, token for token."""
-        return self.old is not None and tuple(completion.tokens) == self.old.tokens
 
 
 class SpeculativeRollout:
@@ -65,15 +44,28 @@ class SpeculativeRollout:
         cache: earlier responses; None drafts nothing and stores nothing.
         config: acceptance, replay, caps.
         seed: of the run; all noise keys derive from it.
+        evaluations: responses of the last evaluation, whose keys are the next one's too; used by `exact` only.
+        twin: responses of a run with the same seed, of which those with the rows' keys are followed first.
 
     Raises:
         RolloutError: the config has a value that the command line would refuse.
     """
 
-    def __init__(self, engine: Engine, cache: TrajectoryCache | None, config: RolloutConfig, seed: int):
+    def __init__(
+        self,
+        engine: Engine,
+        cache: TrajectoryCache | None,
+        config: RolloutConfig,
+        seed: int,
+        evaluations: TrajectoryCache | None = None,
+        twin: Twin | None = None,
+    ):
         check(config)
         self.engine, self.config, self.seed = engine, config, seed
         self.cache = cache if config.reuses else None
+        self.evaluations = evaluations if config.acceptance == "exact" else None
+        self.twin = twin if config.acceptance == "exact" else None
+        self._twin_texts: dict[int, Trajectory] = {}  # by key, of rows to be rolled out
         self._reused = 0.0
         self._announced: list[Planned] = []
         self._ahead: dict[int, AheadText] = {}  # by key, of announced rows
@@ -95,6 +87,7 @@ class SpeculativeRollout:
             step: trainer step, recorded with the trajectories.
             sample_indices: index of each row in its prompt's group; by default the occurrence within `rows`.
             domain: training rows, control rows or evaluation, which never share noise; only training replays.
+                Evaluation drafts from and stores in `evaluations`, the others in `cache`.
 
         Raises:
             RolloutError: two rows have the same prompt, sample and visit, so both would be the same response.
@@ -105,13 +98,16 @@ class SpeculativeRollout:
         works_ahead = domain == "rollout" and self.runs_ahead
         ahead_s = self._take() if works_ahead else 0.0
         ahead = [self._ahead.get(p.key) for p in planned] if works_ahead else []
-        requests = self._requests(planned)
+        if self.twin and domain == "rollout":
+            self._twin_texts = self.twin.texts([p.key for p in (*planned, *self._announced)])
+        requests = self._requests(planned, self._cache_of(domain))
         if works_ahead:
             self._begin()
         looked_up = time.perf_counter()
         completions, stats = self.engine.generate(requests) if requests else ([], EngineStats())
         generated = time.perf_counter()
-        self._reused = sum(sum(c.reused) for c in completions) / max(1, sum(len(c.tokens) for c in completions))
+        if domain == "rollout":
+            self._reused = sum(sum(c.reused) for c in completions) / max(1, sum(len(c.tokens) for c in completions))
         return RolloutBatch(
             completions,
             sample_indices=[p.sample_index for p in planned],
@@ -121,6 +117,7 @@ class SpeculativeRollout:
             visits=[p.visit for p in planned],
             unchanged=[p.unchanged(c) for p, c in zip(planned, completions, strict=True)],
             ahead=ahead,
+            twin=self._of_twin(planned, completions) if domain == "rollout" else [],
             stats=stats,
             ahead_s=ahead_s,
             lookup_s=looked_up - began,
@@ -169,7 +166,7 @@ class SpeculativeRollout:
         self._ahead = {key: text for key, text in self._ahead.items() if key in keys}
         unfinished = [p for p in announced if p.key not in self._ahead or self._ahead[p.key].finish is None]
         assert isinstance(self.engine, WorksAhead)
-        self.engine.begin(self._requests(unfinished))
+        self.engine.begin(self._requests(unfinished, self.cache))
 
     # From rows to requests ---------------------------------------------------------------------------------------
 
@@ -178,15 +175,19 @@ class SpeculativeRollout:
     ) -> list[Planned]:
         """The noise key and the stored response of each row."""
         share = self.config.replay if domain == "rollout" else 0.0
+        cache = self._cache_of(domain)
         sample_indices = occurrences(row.example_id for row in rows) if sample_indices is None else sample_indices
-        _check_keys(rows, sample_indices, visits)
+        check_keys(rows, sample_indices, visits)
         planned = []
         for row, sample_index, seen in zip(rows, sample_indices, visits, strict=True):
             noise = generation(self.seed, row.example_id, sample_index, seen, share)
             key = derive_key(self.seed, row.example_id, sample_index, noise, domain)
-            old = None if self.cache is None else self.cache.get(row.example_id, sample_index)
-            planned.append(Planned(row, sample_index, seen, noise, key, old))
+            old = None if cache is None else cache.get(row.example_id, sample_index)
+            planned.append(Planned(row, sample_index, seen, noise, key, old, domain))
         return planned
+
+    def _cache_of(self, domain: Domain) -> TrajectoryCache | None:
+        return self.evaluations if domain == "eval" else self.cache
 
     def plain(self, rows: Sequence[Row], keys: Sequence[int]) -> RolloutBatch:
         """The same rows by plain decoding with the given keys: the measured baseline. Touches no cache."""
@@ -199,13 +200,26 @@ class SpeculativeRollout:
         return RolloutBatch(completions, sample_indices, list(keys), [None] * n, [False] * n, stats=stats, total_s=took)
 
     def store(
-        self, rows: Sequence[Row], batch: RolloutBatch, *, step: int, rewards: Sequence[float | None] | None = None
+        self,
+        rows: Sequence[Row],
+        batch: RolloutBatch,
+        *,
+        step: int,
+        rewards: Sequence[float | None] | None = None,
+        domain: Domain = "rollout",
     ) -> None:
-        """Puts a batch into the cache for the next visit, and charges the time to the batch."""
-        if self.cache is None:
+        """Puts a batch into the cache of its domain for the next visit, and charges the time to the batch."""
+        cache = self._cache_of(domain)
+        if cache is None:
             return
         with batch.charge_store():
-            self.cache.put_many(self.entries(rows, batch, step=step, rewards=rewards))
+            cache.put_many(self.entries(rows, batch, step=step, rewards=rewards))
+
+    def save(self, cache: Path, evaluations: Path, step: int) -> None:
+        """Saves the caches that there are in these directories; see TrajectoryCache.save for what may fail."""
+        for kept, directory in ((self.cache, cache), (self.evaluations, evaluations)):
+            if kept is not None:
+                kept.save(directory, step, self.config.cache.on_write_error)
 
     def entries(self, rows, batch: RolloutBatch, *, step: int, rewards=None) -> list[tuple[str, int, Trajectory]]:
         """The batch as cache entries (example id, sample index, trajectory); processes of one job exchange these."""
@@ -229,15 +243,15 @@ class SpeculativeRollout:
     def _cap(self, row: Row) -> int:
         return self.config.max_new_tokens if row.max_new_tokens is None else row.max_new_tokens
 
-    def _requests(self, planned: Sequence[Planned]) -> list[Request]:
-        """The engine's requests; the drafters of an example's rows share its stored texts."""
+    def _requests(self, planned: Sequence[Planned], cache: TrajectoryCache | None) -> list[Request]:
+        """The engine's requests; the drafters of an example's rows share its texts in the cache."""
         stored: dict[str, list[Trajectory]] = {}
         texts: dict[str, PromptTexts] = {}
-        if self.cache is not None:
+        if cache is not None:
             for row in (p.row for p in planned):
                 name = row.example_id
                 if name not in texts:
-                    stored[name] = self.cache.siblings(name)
+                    stored[name] = cache.siblings(name)
                     texts[name] = PromptTexts([t.tokens for t in stored[name]], self.config.sources, row.prompt)
                 texts[name].add_prompt(row.prompt)
         return [self._request(p, stored.get(p.row.example_id, []), texts.get(p.row.example_id)) for p in planned]
@@ -247,33 +261,33 @@ class SpeculativeRollout:
         row, old = planned.row, planned.old
         acceptance = self.config.acceptance
         request = Request(row.prompt, planned.key, self._cap(row), plain=acceptance == "off")
-        ahead = self._ahead.get(planned.key)
+        keyed, source = self._keyed(planned)
         if known := [old] if old else stored:
             length = sum(len(t.tokens) for t in known) / len(known)
             request.expected_tokens = 1 + round(length * (1 - self._reused))
-        if ahead and ahead.finish:
+        if source == "ahead" and keyed and keyed.finish:
             request.expected_tokens = 1
         if acceptance == "lenient":  # the published method: the sample's own text, once
             if old is not None and old.logprobs is not None:
                 request.drafter = SuffixDrafter(PromptTexts(sources=("prefix",)), old.tokens)
                 request.draft_logprobs, request.draft_version = old.logprobs, old.version
         elif texts is not None:
-            request.drafter = SuffixDrafter(texts, old.tokens if old else None, ahead.tokens if ahead else None)
+            request.drafter = SuffixDrafter(texts, old.tokens if old else None, keyed.tokens if keyed else None, source)
             request.draft_logprobs = old.logprobs if old else None
         return request
 
+    def _keyed(self, planned: Planned) -> tuple[AheadText | Trajectory | None, str]:
+        """A text that other weights sampled with the key of the row, and its source."""
+        old = planned.old
+        if planned.domain == "eval":
+            return (old if old and old.key == planned.key else None), "evaluation"
+        ahead = self._ahead.get(planned.key)
+        return (ahead, "ahead") if ahead else (self._twin_texts.get(planned.key), "twin")
 
-def _check_keys(rows: Sequence[Row], sample_indices: Sequence[int], visits: Sequence[int]) -> None:
-    """Refuses equal keys: their responses would be equal, and a trainer would treat them as independent."""
-    seen: set[tuple[str, int]] = set()
-    for row, sample_index, visit in zip(rows, sample_indices, visits, strict=True):
-        if type(visit) is not int or visit < 0:
-            raise RolloutError(
-                f"visit={visit!r} of example {row.example_id!r}: expected how often it was rolled out, 0 or more"
-            )
-        if (row.example_id, sample_index) in seen:
-            raise RolloutError(
-                f"example {row.example_id!r} has sample_index={sample_index} twice in one batch, and both rows would "
-                "be the same response. Number a prompt's rows from 0, or leave `sample_indices` out"
-            )
-        seen.add((row.example_id, sample_index))
+    def _of_twin(self, planned: Sequence[Planned], completions: Sequence[Completion]) -> list[bool | None]:
+        """See RolloutBatch.twin."""
+        if not self.twin:
+            return []
+        texts = [self._twin_texts.get(p.key) for p in planned]
+        pairs = zip(texts, completions, strict=True)
+        return [None if text is None else tuple(c.tokens) == text.tokens for text, c in pairs]

@@ -228,6 +228,9 @@ class RolloutBatch:
     """True where the response is the stored one, token for token; empty when nothing was looked up."""
     ahead: list[AheadText | None] = field(default_factory=list)
     """What was rolled out ahead of each row; empty if nothing was."""
+    twin: list[bool | None] = field(default_factory=list)
+    """Whether the response is the twin run's under the same key, token for token; None for rows that it does not have;
+    empty without a twin."""
     stats: EngineStats = field(default_factory=EngineStats)
     ahead_s: float = 0.0
     """Worker seconds that went into `ahead`, before this stage began."""
@@ -247,7 +250,7 @@ class RolloutBatch:
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:
         """Some of the rows, in the given order, without the cost of the batch."""
-        columns = ("completions", "sample_indices", "keys", "ages", "replayed", "visits", "unchanged", "ahead")
+        columns = ("completions", "sample_indices", "keys", "ages", "replayed", "visits", "unchanged", "ahead", "twin")
         selected: dict[str, Any] = {}
         for name in columns:
             column = getattr(self, name)

@@ -6,22 +6,27 @@ With run=DIR, the trained model of that run is evaluated with the run's config.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.results.records import find_run, run_option
 from specrl.rollout.sections import doc
-from specrl.rollout.types import RolloutError
+from specrl.rollout.types import CacheError, RolloutError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from specrl.rollout.cache.memory import TrajectoryCache
     from specrl.rollout.engines.base import Engine
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -35,9 +40,22 @@ class EvaluateConfig(Config):
         return (self.split,)
 
 
+class Serving(NamedTuple):
+    """What a command that does not train generates with."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    model: PreTrainedModel
+    eos_ids: frozenset[int]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.get_output_embeddings().weight.shape[0]
+
+
 @contextmanager
-def serving(config: Config) -> Iterator[tuple[Engine, PreTrainedTokenizerBase]]:
-    """The engine of a command that does not train, and the policy's tokenizer."""
+def serving(config: Config) -> Iterator[Serving]:
+    """The policy of the config, loaded into its engine."""
     from specrl.lossy.routing import step_scorer
     from specrl.rollout.build import build_engine
     from specrl.run.policy import engine_spec, load_policy
@@ -46,26 +64,43 @@ def serving(config: Config) -> Iterator[tuple[Engine, PreTrainedTokenizerBase]]:
     shared = model.eval() if config.rollout.engine == "transformers" else None
     engine = build_engine(engine_spec(config, eos_ids), shared, step_scorer(config))
     try:
-        yield engine, tokenizer
+        yield Serving(engine, tokenizer, model, eos_ids)
     finally:
         engine.close()
 
 
 def main(config: EvaluateConfig) -> int:
     from specrl.reward.loading import load_rewards
+    from specrl.rollout.speculative import SpeculativeRollout
     from specrl.run import preflight
     from specrl.run.accuracy import evaluate
 
     (examples,) = preflight.check(config, training=False).values()
-    with closing(load_rewards(config.reward)) as rewards, serving(config) as (engine, tokenizer):
-        metrics = evaluate(engine, tokenizer, examples, rewards, config, config.samples)
-    print(json.dumps({"model": config.model, "prompts": len(examples), "samples": config.samples, **metrics}, indent=2))
+    with closing(load_rewards(config.reward)) as rewards, serving(config) as served:
+        rollout = SpeculativeRollout(served.engine, None, config.rollout, config.seed, texts_of_run(config, served))
+        metrics = evaluate(rollout, served.tokenizer, examples, rewards, config, config.samples)
+    figures = {name: value for name, value in metrics.items() if not name.endswith("_s")}
+    print(json.dumps({"model": config.model, "prompts": len(examples), "samples": config.samples, **figures}, indent=2))
     if "eval/reward" not in metrics:
         raise RolloutError(
             f"none of the {metrics['eval/failed']} responses could be scored, so there is no accuracy. "
             "Try reward.max_failure_ratio=0, which stops at the first one that has no score and says why."
         )
     return 0
+
+
+def texts_of_run(config: EvaluateConfig, served: Serving) -> TrajectoryCache | None:
+    """The texts of the run's last evaluation. Those that do not fit are left out with a warning: only time depends on
+    them."""
+    from specrl.run.accuracy import last_texts
+    from specrl.trainers.checkpoint import EVALUATIONS
+
+    folder = Path(find_run(config.run)) / EVALUATIONS if config.run else None
+    try:
+        return last_texts(config, served.tokenizer, served.vocab_size, served.eos_ids, folder)
+    except CacheError as error:
+        logger.warning("Nothing is drafted from the run's last evaluation: %s", error)
+        return last_texts(config, served.tokenizer, served.vocab_size, served.eos_ids, None)
 
 
 def command(argv: Sequence[str] | None = None) -> int:

@@ -42,8 +42,9 @@ def main(config: GenerateConfig) -> int:
 
     read = preflight.check(config, training=False)
     examples = [Example("prompt", config.prompt, None, {})] if config.prompt else read["test"][: config.prompts]
-    with serving(config) as (engine, tokenizer):
-        done, _ = engine.generate(requests(examples, tokenizer, config, "generate"))
+    with serving(config) as served:
+        tokenizer = served.tokenizer
+        done, _ = served.engine.generate(requests(examples, tokenizer, config, "generate"))
     console = Console(highlight=False)
     for example, c in zip(examples, done, strict=True):
         console.print(render(example, tokenizer, config.dataset).text, markup=False, style="bold")

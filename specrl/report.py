@@ -16,7 +16,7 @@ from specrl.rollout.sections import doc
 @dataclass
 class ReportOptions:
     run: str = run_option("run directory, or the name of a run in outputs")
-    baseline: str = doc("", "run directory of the same experiment with rollout.acceptance=off")
+    baseline: str = doc("", "run with rollout.acceptance=off, for the speedup, or with the same seed, for the reward")
     plots: bool = doc(True, "draw the picture when matplotlib is installed")
 
 

@@ -86,7 +86,7 @@ def watch(run: Run, monitor: Monitor | None) -> None:
         began = time.perf_counter()
         rollouts.sync()
         if monitor:
-            metrics = evaluate(rollouts.engine, tokenizer, examples, run.rewards, run.config, samples=4)
+            metrics = evaluate(rollouts.source, tokenizer, examples, run.rewards, run.config, samples=4, step=step)
             monitor.log_eval(step, metrics | {"timing_s/eval": time.perf_counter() - began})
 
     def after_step(step: int) -> None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 MARKER = "specrl.json"
 TRAJECTORIES = "trajectories"
+EVALUATIONS = "evaluations"
 DRAFTER = "drafter"
 TRANSIENT_SUFFIXES = (".lock", ".tmp")  # files of the trajectory writer that hold no data
 THREADS = 4  # files are hashed in parallel; one core hashes about 1 GB/s
@@ -61,6 +62,11 @@ class Checkpoint:
     def trajectories(self) -> Path:
         """Directory of its trajectory cache."""
         return self.path / TRAJECTORIES
+
+    @property
+    def evaluations(self) -> Path:
+        """Directory of the responses of its last evaluation."""
+        return self.path / EVALUATIONS
 
     @property
     def is_complete(self) -> bool:
@@ -103,7 +109,7 @@ class Checkpoint:
             damaged = [(name, text) for name, text in zip(files, complaints, strict=True) if text]
         fatal = []
         for name, text in damaged:
-            if text_decides or not name.startswith(f"{TRAJECTORIES}/"):
+            if text_decides or not name.startswith((f"{TRAJECTORIES}/", f"{EVALUATIONS}/")):
                 fatal.append(text)
             else:
                 logger.warning("%s: %s; the run resumes without these drafts", self.path.name, text)
@@ -237,7 +243,7 @@ class CompleteCheckpoint(TrainerCallback):
         if source.cache is None:
             return
         began = time.perf_counter()
-        source.cache.save(checkpoint.trajectories, checkpoint.step, source.config.cache.on_write_error)
+        source.save(checkpoint.trajectories, checkpoint.evaluations, checkpoint.step)
         self._cache_save_s = time.perf_counter() - began
 
 

@@ -11,15 +11,18 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from specrl.rollout.cache.log import ResponseLog
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.control import Control
 from specrl.rollout.engines.base import Engine
 from specrl.rollout.keys import Visits, derive_key
+from specrl.rollout.receipts import Receipts
 from specrl.rollout.reduction import Metric, merged, seconds
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Row
 from specrl.trainers import weights
 from specrl.trainers.config import TrainerConfig
+from specrl.trainers.keeping import keep
 from specrl.trainers.scored import Scored, check_batch
 
 if TYPE_CHECKING:
@@ -45,6 +48,10 @@ class Setup:
     """Builds the source of responses from the policy as it is trained (adapters included)."""
     rollout: RolloutConfig
     trainer: TrainerConfig
+    log: ResponseLog | None = None
+    """Keeps every response."""
+    receipts: Receipts | None = None
+    """Keeps a digest of every response."""
 
 
 class Rollouts:
@@ -211,16 +218,14 @@ class Rollouts:
         sampled = self.sampled_batch
         cache = self.source.cache
         diversity = self._diversity() if self._control.due else {}
-        if cache is not None:
-            entries = self.source.entries(sampled.rows, sampled.batch, step=self.version, rewards=sampled.rewards)
-            with sampled.batch.charge_store():
-                cache.merge(gather_object(entries))
+        keep(sampled, self.source, self._setup.log, self._setup.receipts, self.version)
         # a process that does not use a source still counts towards that source's share of all tokens
         for name in gather_object(list(sampled.batch.stats.sources)):
             sampled.batch.stats.sources.setdefault(name, (0, 0))
         metrics = self._metrics | self._control(sampled.rows, sampled.batch, sampled.rewards, step=self.version)
         metrics |= diversity
-        metrics |= cache.stats() if cache is not None else {}
+        for part in (cache, self.source.twin, self._setup.log):
+            metrics |= part.stats() if part is not None else {}
         self._metrics = {}
         if self._control.measured:  # control rows use the engine's forward pass too, so they cannot detect a wrong one
             weights.check(self.engine, self.policy, self.version, self._probe)

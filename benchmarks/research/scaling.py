@@ -141,7 +141,7 @@ def drafted(requests: Sequence[Request], ahead: Mapping[int, AheadText]) -> list
     found = []
     for request in requests:
         text = ahead.get(request.key)
-        drafter = SuffixDrafter(shared[request.prompt], ahead=text.tokens if text else None)
+        drafter = SuffixDrafter(shared[request.prompt], keyed=text.tokens if text else None)
         expected = 1 if text and text.finish else request.expected_tokens
         found.append(replace(request, drafter=drafter, plain=False, expected_tokens=expected))
     return found

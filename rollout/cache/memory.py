@@ -254,8 +254,8 @@ def _same_sampling(here: Fingerprint, there: Fingerprint, path: Path, required: 
     Raises:
         CacheError: the identity differs, or the sampling parameters do although they are `required` to agree.
     """
-    sampling = _differences(here.sampling, there.sampling)
-    wrong = _differences(here.identity, there.identity) + (sampling if required else [])
+    sampling = differences(here.sampling, there.sampling)
+    wrong = differences(here.identity, there.identity) + (sampling if required else [])
     if wrong:
         raise CacheError(
             f"The trajectory cache '{path}' was written with other settings: {'; '.join(wrong)}. "
@@ -264,7 +264,7 @@ def _same_sampling(here: Fingerprint, there: Fingerprint, path: Path, required: 
     return not sampling
 
 
-def _differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
+def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
     """One message for each key whose values differ, with both values."""
     keys = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
     return [f"{key} was {there.get(key, 'absent')!r} there, is {here.get(key, 'absent')!r} here" for key in keys]

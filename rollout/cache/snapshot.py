@@ -98,22 +98,27 @@ def write_snapshot(directory: Path, entries: Sequence[Entry], header: Header) ->
         CacheError: an OSError occurred (disk full, file size limit, read-only), or another process is writing to the
             directory. The old snapshot is then unchanged.
     """
-    text = json.dumps({"format": FORMAT, **asdict(header)}).encode()
-    schema = SCHEMA.with_metadata({HEADER: text, HEADER_SUM: _sum(text)})
     try:
-        with (
-            _only_writer(directory),
-            replacing(directory / SNAPSHOT) as file,
-            pq.ParquetWriter(file, schema, compression="none", use_dictionary=False) as writer,
-        ):
-            for start in range(0, len(entries), ROWS_PER_GROUP):
-                writer.write_table(_table(entries[start : start + ROWS_PER_GROUP], schema))
+        with _only_writer(directory):
+            write_file(directory / SNAPSHOT, entries, header, compression="none")
     except OSError as error:
         raise CacheError(
             f"The trajectory cache ({len(entries)} entries) was not saved in '{directory}' at step {header.step}: "
             f"{error.strerror or error}. The last complete snapshot is intact. Free some space or "
             "lower rollout.cache.max_mb; rollout.cache.on_write_error=warn trains on without saving."
         ) from error
+
+
+def write_file(path: Path, entries: Sequence[Entry], header: Header, compression: str) -> None:
+    """Replaces a file of this format atomically and durably. Raises OSError, and leaves the old file then."""
+    text = json.dumps({"format": FORMAT, **asdict(header)}).encode()
+    schema = SCHEMA.with_metadata({HEADER: text, HEADER_SUM: _sum(text)})
+    with (
+        replacing(path) as file,
+        pq.ParquetWriter(file, schema, compression=compression, use_dictionary=False) as writer,
+    ):
+        for start in range(0, len(entries), ROWS_PER_GROUP):
+            writer.write_table(_table(entries[start : start + ROWS_PER_GROUP], schema))
 
 
 @contextlib.contextmanager
@@ -166,14 +171,39 @@ def _lists(counts: np.ndarray, values: np.ndarray, kind: pa.DataType, null: np.n
 
 
 def read_snapshot(directory: Path) -> tuple[Header, list[Entry]]:
-    """The verified header and entries of a snapshot.
+    """The verified header and entries of the snapshot in `directory`; see `read_file`."""
+    return read_file(directory / SNAPSHOT)
+
+
+def read_keys(path: Path) -> tuple[Header, np.ndarray]:
+    """The header of a file of this format and the noise keys [rows] int64, which are not verified.
+
+    Raises: as `read_file`.
+    """
+    with _opened(path) as (header, file):
+        return header, file.read(columns=["key"])["key"].to_numpy()
+
+
+def read_file(path: Path) -> tuple[Header, list[Entry]]:
+    """The verified header and entries of a file of this format.
 
     Raises:
-        FileNotFoundError: there is no snapshot.
+        FileNotFoundError: there is no such file.
         DamagedError: nothing of it can be used.
-        CacheError: the snapshot cannot be used for another reason.
+        CacheError: the file cannot be used for another reason.
     """
-    path = directory / SNAPSHOT
+    with _opened(path) as (header, file):
+        groups = (file.read_row_group(group, use_threads=False) for group in range(file.num_row_groups))
+        entries = [entry for table in groups for entry in _entries(table)]
+        digest = digest_of(entries)
+    if digest != header.digest:
+        raise DamagedError(f"'{path}' does not hold the rows that were written: their digest is another")
+    return header, entries
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[Header, pq.ParquetFile]]:
+    """The header and the file. What a damaged page raises in the `with` block becomes a DamagedError."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait for a writer
             raise _unreadable(path, "it is a directory, a pipe or a device, not a file")
@@ -192,14 +222,9 @@ def read_snapshot(directory: Path) -> tuple[Header, list[Entry]]:
         if header.rows != file.metadata.num_rows:
             raise DamagedError(f"'{path}' has {file.metadata.num_rows} rows and a header that counts {header.rows}")
         try:
-            groups = (file.read_row_group(group, use_threads=False) for group in range(file.num_row_groups))
-            entries = [entry for table in groups for entry in _entries(table)]
-            digest = digest_of(entries)
+            yield header, file
         except Exception as error:  # a damaged page raises many types of errors
             raise DamagedError(f"'{path}' has rows that cannot be read ({error})") from error
-    if digest != header.digest:
-        raise DamagedError(f"'{path}' does not hold the rows that were written: their digest is another")
-    return header, entries
 
 
 def _unreadable(path: Path, why: object) -> CacheError:

@@ -161,15 +161,23 @@ class SuffixDrafter:
     Args:
         texts: of the prompt, shared by the rows of one engine call. `propose` adds the row's new tokens to them.
         old: the sample's old text. Without one the newest stored text is followed first.
-        ahead: the row's text from a rollout ahead, sampled with the row's noise. It is followed instead of `old`.
+        keyed: a text that other weights sampled with the row's noise. It is followed instead of `old`.
+        source: of `keyed`: `ahead` (a rollout ahead), `twin` (a run with the same seed), `evaluation` (the last one).
     """
 
-    def __init__(self, texts: PromptTexts, old: Sequence[int] | None = None, ahead: Sequence[int] | None = None):
+    def __init__(
+        self,
+        texts: PromptTexts,
+        old: Sequence[int] | None = None,
+        keyed: Sequence[int] | None = None,
+        source: str = "ahead",
+    ):
         self.texts = texts
         self.old = old
-        self._first: tuple[array[int] | None, str] = None, "prefix" if ahead is None else "ahead"
-        if ahead is not None:
-            self._first = token_ids(ahead), "ahead"
+        self.keyed = keyed
+        self._first: tuple[array[int] | None, str] = None, "prefix"
+        if keyed is not None:
+            self._first = token_ids(keyed), source
         elif old is None and texts.stored:
             self._first = texts.texts[0], "earlier"
         elif old is not None and "prefix" in texts.sources:
@@ -291,4 +299,4 @@ def propose(
 def following(request: Request, ahead: Sequence[int]) -> Request:
     """The request with a drafter that follows its text from a rollout ahead."""
     texts = request.drafter.texts if isinstance(request.drafter, SuffixDrafter) else PromptTexts()
-    return replace(request, drafter=SuffixDrafter(texts, ahead=ahead))
+    return replace(request, drafter=SuffixDrafter(texts, keyed=ahead))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from statistics import quantiles
+from statistics import fmean, quantiles, stdev
 
 from specrl.config.options import plain
 from specrl.config.rules import differences
@@ -23,7 +23,7 @@ from specrl.results.savings import (
     step_s,
     step_speedup,
 )
-from specrl.results.speedup import FEWEST, Speedup, flips
+from specrl.results.speedup import FEWEST, Speedup, flips, student
 from specrl.run.policy import rollout_dtype
 
 SAME_MACHINE = ("cpu", "cores", "usable_cores", "threads", "gpus")
@@ -179,6 +179,48 @@ def _without_ahead(run: RunRecords, baseline: RunRecords | None, steps: Sequence
         return {}
     _, same = matched(steps, baseline.steps)
     return {"step_s_without": step_s(same) / len(same), "baseline": str(baseline.path)} if same else {}
+
+
+def evaluations(evals: Sequence[dict]) -> dict | None:
+    """What the evaluations that had drafts cost, for report.json; None if there were none.
+
+    Plain decoding takes as many passes as a response has tokens, and there was no such decoding to time.
+    """
+    drafted = [record for record in evals if number(record, "eval/hit_rate")]
+    if not drafted:
+        return None
+    names = {"passes_per_row": "eval/passes_per_row", "plain_passes_per_row": "eval/mean_length"}
+    names |= {"passes_max": "eval/passes_max", "plain_passes_max": "eval/max_length"}
+    result = {name: mean(drafted, key) for name, key in names.items()}
+    result |= {"count": len(drafted), "of": len(evals), "gen_s": total(drafted, "eval/gen_s")}
+    sentence = (
+        f"Evaluations: {len(drafted)} of {len(evals)} drafted from the texts of the one before. They took "
+        f"{result['passes_per_row']:.1f} passes a row (slowest {result['passes_max']:.0f}) where plain decoding takes "
+        f"{result['plain_passes_per_row']:.1f} (slowest {result['plain_passes_max']:.0f})."
+    )
+    return result | {"sentence": sentence}
+
+
+def reward_difference(run: RunRecords, baseline: RunRecords | None) -> dict | None:
+    """The mean reward minus that of a run with the same seed, for report.json; None without such a run.
+
+    The differences of the common steps are the sample. Both runs draw with the same noise, which cancels in part.
+    """
+    if not baseline or not run.config or not baseline.config or run.config.seed != baseline.config.seed:
+        return None
+    by_step = {record["step"]: number(record, "reward") for record in baseline.steps}
+    pairs = [(number(record, "reward"), by_step.get(record["step"])) for record in run.steps]
+    differences = [here - there for here, there in pairs if here is not None and there is not None]
+    if len(differences) < FEWEST:
+        return None
+    n = len(differences)
+    mean = fmean(differences)
+    half = student(n - 1) * stdev(differences) / n**0.5
+    sentence = (
+        f"Reward minus the baseline's, step by step under the same noise: {mean:+.3f} (95 % interval "
+        f"{mean - half:+.3f} to {mean + half:+.3f} over {counted(n, 'step')} of this one seed)."
+    )
+    return {"mean": mean, "low": mean - half, "high": mean + half, "n": n, "sentence": sentence}
 
 
 def rule(config: Config | None) -> str:

@@ -21,6 +21,11 @@ from specrl.run.machine import ENVIRONMENT_FILE
 METRICS_FILE = "metrics.jsonl"
 MACHINE = {"cpu": str, "cores": int | None, "gpus": list, "versions": dict}
 """Keys and types that a machine's record must have to be compared."""
+EVALUATION_COST = (
+    *("eval/max_length", "eval/passes_per_row", "eval/passes_max", "eval/hit_rate", "eval/reused_ratio"),
+    *("eval/unchanged_ratio", "eval/gen_s", "eval/lookup_s", "eval/store_s"),
+)
+"""Metrics of an evaluation that say nothing about the policy."""
 RUN_WORDS = ("path", "dir", "directory", "run_dir", "name")
 """Option names for which the error message suggests `run`."""
 

@@ -13,9 +13,19 @@ from pathlib import Path
 from rich.console import Console
 
 from specrl.results import tables
-from specrl.results.evidence import Evidence, against_baseline, ahead, notes, numbers, on_control_steps, rule
+from specrl.results.evidence import (
+    Evidence,
+    against_baseline,
+    ahead,
+    evaluations,
+    notes,
+    numbers,
+    on_control_steps,
+    reward_difference,
+    rule,
+)
 from specrl.results.plots import draw
-from specrl.results.records import RunRecords, counted, load_run, mean, number, text, to_json, total
+from specrl.results.records import EVALUATION_COST, RunRecords, counted, load_run, mean, number, text, to_json, total
 from specrl.results.savings import breakdown, estimate, first_last, later, step_speedup
 from specrl.results.speedup import flips
 from specrl.run.machine import machine
@@ -48,12 +58,16 @@ class Report:
             for line in each.claims:
                 tables.note(console, line, "bold")
             console.print()
-        if self.summary["ahead"]:
-            tables.note(console, self.summary["ahead"]["sentence"])
+        for line in self._sentences():
+            tables.note(console, line)
         tables.note(console, learned(self.summary))
         for line in self.summary["notes"]:
             tables.note(console, f"note: {line}", "yellow")
         tables.note(console, f"report: {self.files[0]}")
+
+    def _sentences(self) -> list[str]:
+        parts = (self.summary[key] for key in ("ahead", "evaluations", "reward_difference"))
+        return [part["sentence"] for part in parts if part]
 
     def page(self, picture: str = "") -> str:
         """The content of report.md. Args: picture: the file name of the plot, empty if there is none."""
@@ -73,8 +87,8 @@ class Report:
                 steps = counted(summary["steps"], "step")
                 lines += [f"Extrapolated to all {steps}: {summary['estimate']['sentence']}.", ""]
         lines += [f"Control rollouts took {summary['control_s']:.1f} s, charged to neither side.", ""]
-        if summary["ahead"]:
-            lines += [summary["ahead"]["sentence"], ""]
+        for line in self._sentences():
+            lines += [line, ""]
         lines += _steps(summary["step_s"], summary["steps"])
         lines += ["## Learning", "", f"- {learned(summary)}", *_evaluations(summary["eval"])]
         lines += ["", "## Reuse, from epoch 2 on", ""]
@@ -135,6 +149,8 @@ def summarise(run: RunRecords, baseline: RunRecords | None, evidence: dict[str, 
         **{kind: each.summary() for kind, each in evidence.items()},
         "estimate": asdict(saved) | {"sentence": str(saved)} if saved else None,
         "ahead": ahead(run, baseline),
+        "evaluations": evaluations(run.evals),
+        "reward_difference": reward_difference(run, baseline),
         "control_s": total(steps, "timing_s/control"),
         "step_s": breakdown(steps),
         "step_speedup": numbers(step_speedup(steps)),
@@ -162,7 +178,8 @@ def _evaluations(evals: list[dict]) -> list[str]:
     """A line for the first and one for the last evaluation."""
     lines = []
     for label, record in zip(("before", "after"), evals[:1] + evals[1:][-1:], strict=False):
-        values = (f"{key.removeprefix('eval/')} {shown(number(record, key))}" for key in record if key != "step")
+        keys = [key for key in record if key not in ("step", *EVALUATION_COST)]
+        values = (f"{key.removeprefix('eval/')} {shown(number(record, key))}" for key in keys)
         lines.append(f"- evaluation {label}, at step {record['step']}: {', '.join(values)}")
     return lines
 

@@ -1,7 +1,8 @@
 """Accuracy of a policy: mean reward and pass@k of fresh responses.
 
 pass@k is the unbiased estimator of Chen et al. 2021 (arXiv 2107.03374), 1 - C(n - c, k) / C(n, k). The responses are
-sampled with keys that training never uses, and they neither read nor write the trajectory cache.
+sampled with keys that training never uses. The keys are the same at every evaluation, so each one drafts from the texts
+of the last, which are kept apart from the trajectory cache of training.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from math import comb
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache, load
 from specrl.rollout.keys import derive_key
-from specrl.rollout.types import Request
+from specrl.rollout.types import Request, RolloutBatch, Row
+from specrl.run import policy
 from specrl.run.prompts import render, seen
 
 if TYPE_CHECKING:
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
 
     from specrl.config.schema import Config
     from specrl.reward.set import RewardSet
-    from specrl.rollout.engines.base import Engine
+    from specrl.rollout.speculative import SpeculativeRollout
     from specrl.run.data import Example
 
 RIGHT = 1.0
@@ -29,18 +33,44 @@ RIGHT = 1.0
 
 
 def requests(
-    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: Config, use: str, samples: int = 1
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, config: Config, use: str
 ) -> list[Request]:
-    """`samples` requests for each example. Their keys depend on `use`, so no two uses share noise."""
+    """A request for each example. Their keys depend on `use`, so no two uses share noise."""
     return [
         Request(
             render(example, tokenizer, config.dataset).ids,
-            derive_key(config.seed, example.id, sample_index, 0, use),
+            derive_key(config.seed, example.id, 0, 0, use),
             config.rollout.max_new_tokens,
         )
         for example in examples
-        for sample_index in range(samples)
     ]
+
+
+def last_texts(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    eos_ids: frozenset[int],
+    folder: Path | None,
+    max_step: int | None = None,
+) -> TrajectoryCache | None:
+    """The responses of the last evaluation, for the next one to draft from; None unless the rule is `exact`.
+
+    Args:
+        folder: where they were saved; None for a run that has not evaluated.
+        max_step: later responses are left out. None is for another run, whose steps begin at 0.
+
+    Raises:
+        CacheError: they were written with another tokenizer, template or data set.
+    """
+    if config.rollout.acceptance != "exact":
+        return None
+    fingerprint = Fingerprint(*policy.fingerprint(config, tokenizer))
+    max_mb = config.rollout.cache.max_mb
+    if folder is None:
+        return TrajectoryCache(fingerprint, vocab_size, eos_ids, max_mb=max_mb)
+    new_run = max_step is None
+    return load(folder, fingerprint, vocab_size, eos_ids, max_step=max_step, max_mb=max_mb, new_run=new_run)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -49,21 +79,26 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def evaluate(
-    engine: Engine,
+    rollout: SpeculativeRollout,
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
     rewards: RewardSet,
     config: Config,
     samples: int,
+    step: int = 0,
 ) -> dict[str, float]:
-    """Mean reward, pass@k, mean response length, and how many responses failed or have no score.
+    """Mean reward, pass@k, mean response length, how many responses failed or have no score, and what it cost.
 
     Responses that failed or have no score are excluded from every metric, and a metric without any response is absent.
 
     pass@k uses only the scores of `rewards.verifiable`, where 1 is correct, not the total of all rewards. Without such
     a reward it is absent.
     """
-    completions, stats = engine.generate(requests(examples, tokenizer, config, "eval", samples))
+    prompts = [(example.id, tuple(render(example, tokenizer, config.dataset).ids)) for example in examples]
+    rows = [Row(*prompt) for prompt in prompts for _ in range(samples)]
+    batch = rollout.generate(rows, visit=0, step=step, domain="eval")
+    rollout.store(rows, batch, step=step, domain="eval")
+    completions = batch.completions
     done = [(number // samples, completion) for number, completion in enumerate(completions) if not completion.failure]
     if not done:
         return {"eval/failed": len(completions)}
@@ -73,6 +108,8 @@ def evaluate(
     lengths = [len(completion.tokens) for _, completion in done]
     metrics = {"eval/reward": fmean(valid)} if valid else {}
     metrics |= {"eval/mean_length": fmean(lengths), "eval/failed": len(completions) - len(valid)}
+    metrics |= cost(batch)
+    stats = batch.stats
     if stats.steps:
         policy_tokens = sum(not reused for _, completion in done for reused in completion.reused)
         metrics["eval/policy_tokens_ratio"] = policy_tokens / sum(lengths)
@@ -84,6 +121,23 @@ def evaluate(
         if score is not None:
             groups[prompt].append(score >= RIGHT)
     return metrics | pass_rates(groups.values(), samples)
+
+
+def cost(batch: RolloutBatch) -> dict[str, float]:
+    """Passes, tokens from drafts, and seconds of an evaluation, at least one of whose rows has a response."""
+    done = [completion for completion in batch.completions if not completion.failure]
+    lengths = [len(completion.tokens) for completion in done]
+    return {
+        "eval/max_length": max(lengths),
+        "eval/passes_per_row": fmean(completion.passes for completion in done),
+        "eval/passes_max": max(completion.passes for completion in done),
+        "eval/hit_rate": fmean(age is not None for age in batch.ages),
+        "eval/reused_ratio": sum(sum(completion.reused) for completion in done) / sum(lengths),
+        "eval/unchanged_ratio": fmean(batch.unchanged),
+        "eval/gen_s": batch.total_s,
+        "eval/lookup_s": batch.lookup_s,
+        "eval/store_s": batch.store_s,
+    }
 
 
 def pass_rates(groups: Collection[Sequence[bool]], samples: int) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from specrl.results.records import METRICS_FILE, number, read_records, to_json
+from specrl.results.records import EVALUATION_COST, METRICS_FILE, number, read_records, to_json
 from specrl.results.speedup import flips
 from specrl.rollout.durable import write_durably
 
@@ -142,13 +142,17 @@ def eval_line(step: int, metrics: Mapping[str, Any]) -> str:
 
     Example: Eval at step 128 | reward 0.758 | length 105 | pass@1/2/4 0.758 0.828 0.875
     """
-    values = {key.removeprefix("eval/"): number(metrics, key) for key in metrics if key.startswith("eval/")}
+    values = {key.removeprefix("eval/"): number(metrics, key) for key in metrics if _of_policy(key)}
     values = {key: value for key, value in values.items() if value is not None and (value or key != "failed")}
     passes = {key.removeprefix("pass@"): f"{value:.3g}" for key, value in values.items() if key.startswith("pass@")}
     shown = [f"{key.removeprefix('mean_')} {value:.3g}" for key, value in values.items() if "pass@" not in key]
     shown += [f"pass@{'/'.join(passes)} {' '.join(passes.values())}"] if passes else []
     shown = shown if "reward" in values else ["no response could be scored", *shown]
     return " | ".join((f"Eval at step {step}", *shown))
+
+
+def _of_policy(key: str) -> bool:
+    return key.startswith("eval/") and key not in EVALUATION_COST
 
 
 def pause_line(record: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -12,19 +13,23 @@ from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from specrl.config.schema import Config
+from specrl.results.records import find_run
 from specrl.reward.loading import load_rewards
 from specrl.reward.set import RewardSet
 from specrl.rollout.build import build_engine
+from specrl.rollout.cache.log import ResponseLog, Twin
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.engines.base import Engine, EngineSpec
+from specrl.rollout.receipts import Receipts
 from specrl.rollout.reduction import Metric, count, mean
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.run import policy
+from specrl.run.accuracy import last_texts
 from specrl.run.data import Example, left_out, to_dataset
 from specrl.run.prompts import Prompt, chat_template, check_lengths, described, render
 from specrl.run.run_dir import RunDir, data_digests, same_data
 from specrl.trainers.callbacks import ShortHistory, StopOnSignal
-from specrl.trainers.checkpoint import Checkpoint, CompleteCheckpoint, writing
+from specrl.trainers.checkpoint import EVALUATIONS, TRAJECTORIES, Checkpoint, CompleteCheckpoint, writing
 from specrl.trainers.rollouts import Score, Setup
 
 if TYPE_CHECKING:
@@ -74,9 +79,7 @@ class Run:
             self.tokenizer.save_pretrained(model)
             if rollouts.drafter_trainer:
                 rollouts.drafter_trainer.save_model(self.path / "drafter")
-        if rollouts.source.cache is not None:
-            on_error = self.config.rollout.cache.on_write_error
-            rollouts.source.cache.save(self.path / "trajectories", self.trainer.state.global_step, on_error)
+        rollouts.source.save(self.path / TRAJECTORIES, self.path / EVALUATIONS, self.trainer.state.global_step)
 
     def report(self) -> None:
         """Writes and prints the report and the model card."""
@@ -112,8 +115,19 @@ def build(
         data = same_data(checkpoint.marker()["data"], data, config.data)
     prompts = {example.id: render(example, tokenizer, config.dataset) for example in train}
     cache = load_cache(config, tokenizer, model, eos_ids, checkpoint)
+    vocab_size = model.get_output_embeddings().weight.shape[0]
+    folder = checkpoint.evaluations if checkpoint and not config.rollout.cache.clear else None
+    step = checkpoint.step if checkpoint else 0
+    evaluations = last_texts(config, tokenizer, vocab_size, eos_ids, folder, max_step=step)
+    log, twin = load_log(config, tokenizer, vocab_size, eos_ids, run_dir.path)
+    receipts = None
+    if not config.rollout.lossy:
+        about = {"seed": config.seed, "data": data}
+        receipts = Receipts(_written_by(run_dir.path), about, step, config.rollout.cache.on_write_error)
 
     with ExitStack() as stack:
+        if log:
+            stack.callback(log.close)
         rewards = stack.enter_context(closing(load_rewards(config.reward)))
         if config.cluster.num_workers:
             from specrl.run.cluster import connect
@@ -124,7 +138,7 @@ def build(
             """The trainer calls this after it has wrapped the policy, for example with adapters."""
             engine = make_engine(config, policy.engine_spec(config, eos_ids), trained)
             stack.callback(engine.close)
-            return SpeculativeRollout(engine, cache, config.rollout, config.seed)
+            return SpeculativeRollout(engine, cache, config.rollout, config.seed, evaluations, twin)
 
         setup = Setup(
             score=scorer(rewards, tokenizer, prompts),
@@ -133,6 +147,8 @@ def build(
             make_rollout=make_rollout,
             rollout=config.rollout,
             trainer=config.trainer,
+            log=log,
+            receipts=receipts,
         )
         trainer = build_trainer(config, model, tokenizer, setup, run_dir.checkpoints)
         add_callbacks(config, trainer, data)
@@ -187,6 +203,32 @@ def load_cache(
         check_sampling=config.rollout.acceptance == "lenient",
         new_run=not checkpoint,
     )
+
+
+def load_log(
+    config: Config, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int], run: Path
+) -> tuple[ResponseLog | None, Twin | None]:
+    """The log of the run's responses, and the runs that it drafts from: itself, if it resumes, and `rollout.twin`.
+
+    Raises: ConfigError, CacheError.
+    """
+    options = config.rollout.cache
+    identity, sampling = policy.fingerprint(config, tokenizer)
+    fingerprint = Fingerprint(identity | {"seed": str(config.seed)}, sampling)
+    log = None
+    if options.log:
+        log = ResponseLog(_written_by(run), fingerprint, vocab_size, eos_ids, options.on_write_error)
+    other = find_run(config.rollout.twin) if config.rollout.twin else None
+    own = [run] if options.log and not options.clear else []
+    twin = Twin([*own, *([other] if other else [])], fingerprint, vocab_size, eos_ids)
+    if other:
+        twin.check(other)
+    return log, None if twin.is_empty else twin
+
+
+def _written_by(run: Path) -> Path | None:
+    """The run's directory in the process that writes it, None in the others."""
+    return None if int(os.environ.get("RANK", 0)) else run
 
 
 def make_engine(config: Config, spec: EngineSpec, trained: PreTrainedModel) -> Engine:

@@ -151,8 +151,8 @@ class RunDir:
         if not isinstance(began, dict):
             write_durably(path, (json.dumps(now, ensure_ascii=False) + "\n").encode())
             return ""
-        before = _rounding(began)
-        after = _rounding(now)
+        before = rounding(began)
+        after = rounding(now)
         changed = [
             f"{key}: {before[key]} -> {after[key]}" for key in after if before.get(key, after[key]) != after[key]
         ]
@@ -197,7 +197,7 @@ def environment(device: str, processes: int) -> dict[str, Any]:
     return machine() | {"device": device, "processes": processes, "threads": torch.get_num_threads()}
 
 
-def _rounding(environment: dict[str, Any]) -> dict[str, str]:
+def rounding(environment: dict[str, Any]) -> dict[str, str]:
     """The parts of an environment that can change the last bits of a sum."""
     versions = environment.get("versions", {})
     values: dict[str, Any] = {

@@ -52,3 +52,26 @@ def test_timeline(tmp_path):
     run, out = ROOT / "benchmarks" / "results" / "ahead-small.json", tmp_path / "out.png"
     assert cli.run(timeline.main, [f"run={run}", "epoch=1", f"out={out}"], timeline.TimelineConfig) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_twins(tmp_path):
+    out = tmp_path / "out.json"
+    small = ["arms=[beta 0.02]", "trainer.epochs=2", "dataset.train_size=8", "rollout.max_new_tokens=16", f"out={out}"]
+    command = [sys.executable, "-m", "benchmarks.twins", *small]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    (line,) = figures(out)["arms"]
+    assert [epoch["twin_hit_rate"] for epoch in line["with"]] == [1.0, 1.0]
+    assert line["with"][0]["passes_per_row"] < line["without"][0]["passes_per_row"]
+    assert len({*figures(out)["weights"].values()}) == 1
+
+
+def test_evaluations(tmp_path):
+    out = tmp_path / "out.json"
+    small = ["trainer.max_steps=8", "trainer.eval_prompts=2", "rollout.max_new_tokens=16", f"out={out}"]
+    command = [sys.executable, "-m", "benchmarks.evaluations", *small]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    first, last = figures(out)["evaluations"]
+    assert (first["step"], last["step"]) == (0, 8)
+    assert last["with"]["eval/passes_per_row"] < last["without"]["eval/passes_per_row"]

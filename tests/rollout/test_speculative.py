@@ -131,7 +131,7 @@ def test_fresh_rows_never_use_training_keys():
     training, control = set(), set()
     for visit in range(6):
         training |= set(rollout.generate(rows, visit=visit, step=visit).keys)
-        for domain in ("control", "evaluation"):
+        for domain in ("control", "eval"):
             batch = rollout.generate(rows, visit=visit, step=visit, domain=domain)
             control |= set(batch.keys)
             assert not any(batch.replayed)
@@ -516,7 +516,7 @@ def test_evaluation_and_control_rows_draw_noise_of_their_own():
     rollout, rows = fake(RolloutConfig(max_new_tokens=4)), rows_of("a", "b")
     keys = [
         key
-        for domain in ("rollout", "control", "evaluation")
+        for domain in ("rollout", "control", "eval")
         for visit in range(3)
         for key in rollout.generate(rows, visit=visit, step=0, domain=domain).keys
     ]

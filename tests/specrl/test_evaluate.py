@@ -3,6 +3,8 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny_policy import build_tokenizer
 from specrl.config.load import run, save
@@ -10,13 +12,20 @@ from specrl.config.schema import Config
 from specrl.evaluate import EvaluateConfig, main
 from specrl.evaluate import command as command_line
 from specrl.generate import command as generate
+from specrl.results.records import EVALUATION_COST, load_run
 from specrl.reward.set import RewardSet
+from specrl.rollout.build import build_engine
+from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import EngineSpec
 from specrl.rollout.keys import derive_key
-from specrl.rollout.types import Completion, EngineStats
+from specrl.rollout.sections import BudgetConfig
+from specrl.rollout.speculative import SpeculativeRollout
+from specrl.rollout.types import Completion, EngineStats, Row
 from specrl.run.accuracy import evaluate, pass_at_k
 from specrl.run.data import Example
-from tests.runs import words
+from tests.runs import SHORT, policy, words
+from tests.runs import run as train_run
 
 
 @pytest.mark.parametrize(
@@ -130,7 +139,9 @@ def assess(script: list[str], weights=(), *others):
     reward = Digit()
     engine, rewards = Scripted(answers, reward.asked), RewardSet([reward, *others], weights, max_failure_ratio=1)
     config = Config(seed=5, rollout=RolloutConfig(max_new_tokens=7))
-    return evaluate(engine, tokenizer, examples, rewards, config, len(script[0])), engine
+    rollout = SpeculativeRollout(engine, None, config.rollout, config.seed)
+    metrics = evaluate(rollout, tokenizer, examples, rewards, config, len(script[0]))
+    return {name: value for name, value in metrics.items() if name not in EVALUATION_COST}, engine
 
 
 def test_metrics_by_hand():
@@ -144,7 +155,7 @@ def test_metrics_by_hand():
         "eval/pass@4": 1.0,
     }
     assert {r.max_new_tokens for r in engine.requests} == {7}
-    assert all(r.drafter is None for r in engine.requests), "evaluation drafts nothing"
+    assert all(r.drafter is None for r in engine.requests), "the first evaluation drafts nothing"
     assert len({r.key for r in engine.requests}) == 8
 
 
@@ -242,7 +253,10 @@ def test_the_command_prints_json_and_writes_nothing(tmp_path, capsys):
     result = json.loads(out)
     assert (code, result["prompts"], result["samples"]) == (0, 8, 2)
     figures = {"eval/reward", "eval/mean_length", "eval/failed"}
-    assert result.keys() == {"model", "prompts", "samples", *figures}, "shares of digits are not right or wrong"
+    counts = {name for name in EVALUATION_COST if not name.endswith("_s")}
+    assert result.keys() == {"model", "prompts", "samples", *figures, *counts}, (
+        "shares of digits are not right or wrong"
+    )
     assert list(tmp_path.iterdir()) == []
     assert json.loads(command(tmp_path, capsys, "samples=2")[1]) == result, "the same policy gives the same numbers"
 
@@ -263,3 +277,101 @@ def test_the_command_has_no_accuracy_when_nothing_could_be_scored(tmp_path, caps
 def test_the_command_takes_one_greedy_response(tmp_path, capsys):
     code, out, _ = command(tmp_path, capsys, "samples=1", "split=train", "rollout.temperature=0")
     assert (code, json.loads(out)["prompts"]) == (0, 12)
+
+
+# Drafts from the last evaluation --------------------------------------------------------------------------------------
+
+
+def evaluated(rollout, samples=2):
+    """The metrics of an evaluation of four prompts, and its responses by key."""
+    done = {}
+    generate = rollout.engine.generate
+
+    def seen(requests):
+        completions, stats = generate(requests)
+        done.update({r.key: c.tokens for r, c in zip(requests, completions, strict=True)})
+        return completions, stats
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollout.engine, "generate", seen)
+        tokenizer = build_tokenizer()
+        examples = [Example(f"e{i}", f"Tom has {i} apples.", "3", {}) for i in range(4)]
+        config = Config(rollout=rollout.config)
+        return evaluate(rollout, tokenizer, examples, RewardSet([Digits()], [], 1), config, samples), done
+
+
+class Digits:
+    name, verifiable = "digits", False
+
+    def __call__(self, samples):
+        return [float(sum(map(str.isdigit, sample.completion))) for sample in samples]
+
+
+def evaluating(acceptance="exact"):
+    model = AutoModelForCausalLM.from_pretrained(policy())
+    ends = frozenset(model.generation_config.eos_token_id)
+    config = RolloutConfig(acceptance=acceptance, max_new_tokens=24, budget=BudgetConfig(window=8))
+    engine = build_engine(EngineSpec(eos_ids=ends, rollout=config), model)
+    return model, SpeculativeRollout(engine, None, config, 0, TrajectoryCache(Fingerprint(), engine.vocab, ends))
+
+
+def step_of(model, rollout):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1e-3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    rollout.engine.update_weights(None, rollout.engine.weight_version + 1)
+
+
+def test_an_evaluation_drafts_from_the_last_one_and_samples_what_plain_decoding_does():
+    model, rollout = evaluating()
+    first, _ = evaluated(rollout)
+    step_of(model, rollout)
+    second, tokens = evaluated(rollout)
+    plain = SpeculativeRollout(rollout.engine, None, RolloutConfig(acceptance="off", max_new_tokens=24), 0)
+    _, expected = evaluated(plain)
+    assert tokens == expected
+    assert (first["eval/hit_rate"], second["eval/hit_rate"]) == (0, 1)
+    assert second["eval/passes_per_row"] < first["eval/passes_per_row"] / 2
+    assert second["eval/unchanged_ratio"] > 0.5
+
+
+def test_control_texts_of_other_keys_are_no_texts_of_the_last_evaluation():
+    """Planted: each text is stored for the sample beside its own. It is an old text as any other then."""
+    _, rollout = evaluating()
+    evaluated(rollout)
+    swapped = [(f"e{i}", 1 - s, rollout.evaluations.get(f"e{i}", s)) for i in range(4) for s in range(2)]
+    rows = [Row("e0", (5, 6)), Row("e0", (5, 6))]
+    sources = []
+    for entries in ([], swapped):
+        rollout.evaluations.put_many(entries)
+        batch = rollout.generate(rows, visit=0, step=0, domain="eval")
+        sources.append("evaluation" in batch.stats.sources)
+    assert sources == [True, False]
+
+
+def test_lossy_and_plain_runs_keep_no_texts_of_evaluations():
+    _, rollout = evaluating("off")
+    assert rollout.evaluations is None
+    evaluated(rollout)
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_evaluations_for_resumes_and_for_the_command(tmp_path, capsys):
+    options = {"trainer__eval_prompts": 4, "trainer__eval_every": 2, "trainer__save_every": 2, **SHORT}
+    whole = train_run(tmp_path, **options)
+    records = load_run(whole.folder).evals
+    assert [record["step"] for record in records] == [0, 2, 4]
+    assert [record["eval/hit_rate"] for record in records] == [0, 1, 1]
+    plain = load_run(train_run(tmp_path, name="off", rollout__acceptance="off", **options).folder).evals
+    quality = ["eval/reward", "eval/mean_length"]
+    assert [[r[key] for key in quality] for r in records] == [[r[key] for key in quality] for r in plain]
+    assert plain[1]["eval/passes_per_row"] == plain[1]["eval/mean_length"], "plain decoding takes a pass a token"
+    options |= {"name": "resumed"}
+    train_run(tmp_path, trainer__max_steps=2, **options)
+    resumed = load_run(train_run(tmp_path, resume="auto", **options).folder).evals
+    assert resumed[-1]["eval/hit_rate"] == 1
+    assert resumed[-1]["eval/passes_per_row"] < plain[-1]["eval/passes_per_row"]
+    capsys.readouterr()
+    assert command_line([f"run={whole.folder}", "samples=4"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["eval/hit_rate"], printed["eval/unchanged_ratio"]) == (0.5, 0.5), "4 of 8 prompts were evaluated"

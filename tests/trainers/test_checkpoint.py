@@ -21,6 +21,7 @@ from specrl.config.load import RUN_ERROR
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache, load
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.sections import CacheConfig
+from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import CacheError, Trajectory
 from specrl.trainers import callbacks, checkpoint
 from specrl.trainers.checkpoint import (
@@ -88,7 +89,8 @@ def save(cache, folder, step, keep=2, on_write_error="warn", main=True):
     (folder / f"checkpoint-{step}").mkdir(exist_ok=True)
     args = SimpleNamespace(output_dir=str(folder))
     state = SimpleNamespace(global_step=step, is_world_process_zero=main)
-    source = SimpleNamespace(cache=cache, config=RolloutConfig(cache=CacheConfig(on_write_error=on_write_error)))
+    config = RolloutConfig(cache=CacheConfig(on_write_error=on_write_error))
+    source = SpeculativeRollout(None, cache, config, seed=0)
     rollouts = SimpleNamespace(source=source, state=lambda: {"rollouts": step}, drafter_trainer=None)
     callback = CompleteCheckpoint(rollouts, keep, {"train": "9f"})
     callback.on_save(args, state, None)
@@ -260,7 +262,9 @@ def test_damage_of_any_file_is_named_and_the_older_checkpoint_is_used(copied, ca
         data, name = path.read_bytes(), path.relative_to(latest).as_posix()
         caplog.clear()
         spoil(path)
-        if name.startswith("trajectories/"):
+        if name.startswith("evaluations/"):
+            assert newest(copied).path == latest, "it costs drafts only"
+        elif name.startswith("trajectories/"):
             assert newest(copied).path == latest, "it costs drafts only"
             assert f"checkpoint-4: {name} " in caplog.text
             assert newest(copied, text_decides=True) == Checkpoint(copied / "checkpoint-2")

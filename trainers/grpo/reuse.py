@@ -18,9 +18,11 @@ from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import EngineSpec
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.keys import Visits
+from specrl.rollout.planned import Domain
 from specrl.rollout.reduction import Metric, merged
-from specrl.rollout.speculative import Domain, SpeculativeRollout
+from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, RolloutError, Row
+from specrl.trainers.checkpoint import EVALUATIONS
 from specrl.trainers.grpo.conversations import Conversation, begin, match
 from specrl.trainers.grpo.limits import INSTALL, check_trainer
 from specrl.trainers.grpo.turns import Turn, control_metrics, turn_metrics
@@ -56,7 +58,7 @@ class Reuse:
             max_new_tokens=trainer.max_completion_length,
         )
         self._rollout: SpeculativeRollout | None = None
-        self._visits = {"rollout": Visits(), "evaluation": Visits()}
+        self._visits = {"rollout": Visits(), "eval": Visits()}
         self._context = 0
         """Most tokens of a prompt and its response, once the engine is open."""
         self._batches = 0
@@ -74,9 +76,9 @@ class Reuse:
         return self._rollout
 
     @property
-    def cache(self) -> TrajectoryCache | None:
-        """The stored responses, once there are any."""
-        return None if self._rollout is None else self._rollout.cache
+    def opened(self) -> SpeculativeRollout | None:
+        """`rollout`, once it was needed."""
+        return self._rollout
 
     # A batch of conversations --------------------------------------------------------------------------------------
 
@@ -93,7 +95,7 @@ class Reuse:
         """
         number = len(self.turns)
         trainer, rollout = self.trainer, self.rollout
-        domain: Domain = "rollout" if trainer.model.training else "evaluation"  # TRL's own criterion
+        domain: Domain = "rollout" if trainer.model.training else "eval"  # TRL's own criterion
         if number == 0:
             process = trainer.accelerator.process_index
             self._conversations = begin(prompts, self._visits[domain], gather_object, process)
@@ -126,10 +128,11 @@ class Reuse:
             raise RolloutError(f"TRL generated a batch without the method that reusing() overrides. {INSTALL}")
         trainer, rollout = self.trainer, self.rollout
         training = self.turns[0].training
-        if training and rollout.cache is not None:
+        cache = rollout.cache if training else rollout.evaluations
+        if cache is not None:
             entries = [entry for turn in self.turns for entry in turn.entries(rollout)]
             with self.turns[0].batch.charge_store():
-                rollout.cache.merge(gather_object(entries))
+                cache.merge(gather_object(entries))
         self.results.merge(result for part in gather_object([self.results.take_new()]) for result in part)
         metrics = turn_metrics(self.turns) | self.results.take_metrics()
         if training:
@@ -137,11 +140,14 @@ class Reuse:
             every = self.config.measure_every
             if every and self._batches % every == 0 and self.config.acceptance == "exact":
                 metrics |= self._measure()
-        visits = {name: visits.state() for name, visits in self._visits.items()}
-        state = {"visits": visits, "batches": self._batches}
+        state = {"visits": {"rollout": self._visits["rollout"].state()}, "batches": self._batches}
         trainer.state.stateful_callbacks[STATE] = state  # saved in every checkpoint
         for name, value in merged(gather_object([metrics]), Metric.beside).items():
             trainer._log_metric(name, float(value))  # TRL keeps evaluation apart
+
+    def evaluated(self) -> None:
+        """TRL has ended an evaluation: the next one has the same keys, and drafts from this one's texts."""
+        self._visits["eval"] = Visits()
 
     def _measure(self) -> dict[str, Metric]:
         trainer, engine = self.trainer, self.rollout.engine
@@ -183,7 +189,8 @@ class Reuse:
             engine = built
         self._context = engine.context
         cache = TrajectoryCache(Fingerprint(), engine.vocab, eos_ids, max_mb=config.cache.max_mb)
-        return SpeculativeRollout(engine, cache, config, trainer.args.seed)
+        evaluations = TrajectoryCache(Fingerprint(), engine.vocab, eos_ids, max_mb=config.cache.max_mb)
+        return SpeculativeRollout(engine, cache, config, trainer.args.seed, evaluations)
 
     def _resume(self) -> None:
         """Restores the counts from the state of a resumed trainer, and trajectories from its output directory.
@@ -201,30 +208,42 @@ class Reuse:
         self._batches = state.get("batches", 0)
         home = _home(trainer.args, trainer.state)
         self.results.load(home / RESULTS)
-        if (cache := self.rollout.cache) is not None:
-            self.rollout.cache = load(
-                home,
-                cache.fingerprint,
-                cache.vocab_size,
-                cache.eos_ids,
-                max_step=trainer.state.global_step,
-                max_mb=self.config.cache.max_mb,
-            )
+        rollout = self.rollout
+        if rollout.cache is not None:
+            rollout.cache = self._loaded(home, rollout.cache)
+        if rollout.evaluations is not None:
+            rollout.evaluations = self._loaded(home / EVALUATIONS, rollout.evaluations)
+
+    def _loaded(self, folder: Path, empty: TrajectoryCache) -> TrajectoryCache:
+        return load(
+            folder,
+            empty.fingerprint,
+            empty.vocab_size,
+            empty.eos_ids,
+            max_step=self.trainer.state.global_step,
+            max_mb=self.config.cache.max_mb,
+        )
 
 
 class SaveTrajectories(TrainerCallback):
-    """Saves the trajectories into every checkpoint that TRL writes."""
+    """Saves the trajectories into every checkpoint that TRL writes, and tells when an evaluation has ended."""
 
     def __init__(self, reuse: Reuse):
         self._reuse = reuse
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control, **kwargs) -> None:
         home = _home(args, state)
-        cache = self._reuse.cache
+        rollout = self._reuse.opened
         elsewhere = not home.parent.is_dir()  # a hyperparameter search saves to other directories
-        if cache is not None and state.is_world_process_zero and not elsewhere:
-            cache.save(home, state.global_step, self._reuse.config.cache.on_write_error)
+        if rollout is not None and rollout.cache is not None and state.is_world_process_zero and not elsewhere:
+            rollout.save(home, home / EVALUATIONS, state.global_step)
             self._reuse.results.save(home / RESULTS)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control, **kwargs) -> None:
+        self._reuse.evaluated()
+
+    def on_predict(self, args: TrainingArguments, state: TrainerState, control, metrics, **kwargs) -> None:
+        self._reuse.evaluated()
 
 
 def _home(args: TrainingArguments, state: TrainerState) -> Path:

@@ -33,8 +33,9 @@ def reusing(trainer_class: TrainerClass, config: RolloutConfig | None = None) ->
     TRL would obey and specrl cannot are refused before a model is loaded, as far as they are in the arguments.
 
     A prompt is identified by its token ids. Each rollout of it is a new visit, with fresh noise unless it is a replay.
-    Evaluation has separate noise and stores nothing. TRL's checkpoints hold the state that a resumed run needs: counts
-    in `trainer_state.json`, trajectories in `checkpoint-N/specrl`. Metrics are added to TRL's log (docs/trl.md).
+    Evaluation has noise of its own, the same each time, and drafts from the last one's texts. TRL's checkpoints hold
+    the state that a resumed run needs: counts in `trainer_state.json`, trajectories in `checkpoint-N/specrl`. Metrics
+    are added to TRL's log (docs/trl.md).
 
     Args:
         trainer_class: GRPOTrainer, RLOOTrainer, or a subclass of one of them.

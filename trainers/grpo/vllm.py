@@ -103,7 +103,7 @@ class TRLEngine:
             shared = i
             if isinstance(drafter, SuffixDrafter):
                 shared = id(drafter.texts)
-                own = tuple(drafter.old or ())
+                own = tuple(drafter.keyed or drafter.old or ())
                 stored = [tuple(text) for text in drafter.texts.texts[: drafter.texts.stored]]
             texts = tuple(dict.fromkeys([*([own] if own else []), *stored]))[:MOST_TEXTS]
             group = groups.setdefault(shared, f"{process}/{self._calls}/{len(groups)}")

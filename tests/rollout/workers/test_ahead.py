@@ -124,6 +124,6 @@ def test_what_is_no_longer_wanted_is_not_kept():
 
 def test_what_was_rolled_out_ahead_is_followed_first_and_after_a_mismatch():
     texts = PromptTexts([[2, 3, 4, 5, 6, 7]])
-    drafter = SuffixDrafter(texts, old=[2, 3, 4, 5, 6, 7], ahead=[9, 8, 7, 6, 5, 4])
+    drafter = SuffixDrafter(texts, old=[2, 3, 4, 5, 6, 7], keyed=[9, 8, 7, 6, 5, 4])
     assert (drafter.propose([], 3), drafter.source) == ([9, 8, 7], "ahead")
     assert (drafter.propose([9, 8, 30], 3), drafter.source) == ([6, 5, 4], "ahead")

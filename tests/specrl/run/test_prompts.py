@@ -16,6 +16,7 @@ from specrl.config.options import ConfigError
 from specrl.config.schema import DatasetConfig
 from specrl.reward.base import Sample
 from specrl.reward.loading import load_rewards
+from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, EngineStats
 from specrl.run.accuracy import evaluate
 from specrl.run.data import Example, load_examples
@@ -258,9 +259,8 @@ def test_rewards_in_an_evaluation_see_the_rendered_prompt(chatting, tmp_path, re
     settings = words(tmp_path, **options(chatting))
     config = load_config(settings)
     examples = load_examples(config.data, config.dataset, "test", config.seed)
-    evaluate(
-        Engine(), AutoTokenizer.from_pretrained(chatting), examples, load_rewards(config.reward), config, samples=2
-    )
+    rollout = SpeculativeRollout(Engine(), None, config.rollout, config.seed)
+    evaluate(rollout, AutoTokenizer.from_pretrained(chatting), examples, load_rewards(config.reward), config, samples=2)
     assert seen_by_rewards(remembered) == expected(settings, "test")
 
 

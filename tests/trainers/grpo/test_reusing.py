@@ -27,7 +27,7 @@ from specrl.trainers.grpo.limits import check_args
 from specrl.trainers.grpo.reuse import STATE, Reuse
 from specrl.trainers.tools import ToolResults
 from tests.runs import by_two_processes
-from tests.trainers.grpo.scripts import A, B, Run, assert_equal, make, tell, train
+from tests.trainers.grpo.scripts import A, B, Batch, Run, assert_equal, make, tell, train
 
 # The script of a user whose data repeats prompts: every other batch and evaluation ask for A.
 SCRIPT = {
@@ -124,8 +124,16 @@ def repeated(*runs: Run) -> int:
 def test_no_noise_is_drawn_twice(uninterrupted):
     assert [batch.training for batch in uninterrupted.batches].count(False) == 8, "four evaluations of two batches"
     assert len(uninterrupted.batches) == 12 + 8
-    assert repeated(uninterrupted) == 0
+    training = [key for batch in uninterrupted.training for key in batch.keys]
+    evaluation = [key for batch in evaluations(uninterrupted) for key in batch.keys]
+    assert len(set(training)) == len(training)
+    assert not {*training} & {*evaluation}
+    assert evaluation == evaluation[:8] * 4, "every evaluation has the same noise"
     assert [batch.visits[0] for batch in uninterrupted.training] == [n // 2 for n in range(12)], "A and B by turns"
+
+
+def evaluations(run: Run) -> list[Batch]:
+    return [batch for batch in run.batches if not batch.training]
 
 
 def by_epoch(monkeypatch):
@@ -142,7 +150,10 @@ def one_domain(monkeypatch):
 @pytest.mark.parametrize("fault", [by_epoch, one_domain])
 def test_control_repeated_noise_is_seen(fault, monkeypatch, tmp_path):
     fault(monkeypatch)
-    assert repeated(train(tmp_path, **SCRIPT | {"num_train_epochs": 1, "save_strategy": "no"})) > 0
+    run = train(tmp_path, **SCRIPT | {"num_train_epochs": 1, "save_strategy": "no"})
+    evaluated = [key for batch in evaluations(run)[:2] for key in batch.keys]
+    training = [key for batch in run.training for key in batch.keys]
+    assert len({*training, *evaluated}) < len(training) + len(evaluated)
 
 
 @pytest.mark.slow
@@ -156,9 +167,9 @@ def test_training_again_samples_with_new_noise(tmp_path):
 # Evaluation ------------------------------------------------------------------------------------------------------
 
 
-def saved(folder: Path) -> TrajectoryCache:
+def saved(folder: Path, name: str = "specrl") -> TrajectoryCache:
     tokenizer = load_tiny()[1]
-    return load(folder / "specrl", Fingerprint(), len(tokenizer), [tokenizer.eos_token_id])
+    return load(folder / name, Fingerprint(), len(tokenizer), [tokenizer.eos_token_id])
 
 
 def visits_in(folder: Path) -> dict:
@@ -166,14 +177,20 @@ def visits_in(folder: Path) -> dict:
 
 
 @pytest.mark.slow
-def test_evaluation_stores_nothing(uninterrupted):
+def test_evaluations_draft_from_the_last_one_and_leave_training_alone(uninterrupted):
     folder = Path(uninterrupted.trainer.args.output_dir) / "checkpoint-6"
     names = visits_in(folder)["rollout"]
     assert list(names.values()) == [3, 3]
     stored = [text for name in names for text in saved(folder).siblings(name)]
     trained = {key for batch in uninterrupted.training[4:6] for key in batch.keys}
     assert {trajectory.key for trajectory in stored} == trained
-    assert list(visits_in(folder)["evaluation"].values()) == [2, 2], "evaluation counts its own visits"
+    evaluated = evaluations(uninterrupted)
+    kept = saved(folder, "specrl/evaluations")
+    texts = {trajectory.key: [*trajectory.tokens] for name in names for trajectory in kept.siblings(name)}
+    assert texts == {key: tokens for b in evaluated[2:4] for key, tokens in zip(b.keys, b.tokens, strict=True)}
+    accepted = [batch.turns[0].batch.stats.sources.get("evaluation", (0, 0))[1] for batch in evaluated]
+    assert accepted[:2] == [0, 0]
+    assert min(accepted[2:]) > 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,218 @@
+"""The log of a run: every response by its noise key, one file a rollout, and another run that drafts from it.
+
+A run with the same seed has the same keys. Where its settings are almost the same, so are its texts.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from specrl.rollout.cache.memory import differences
+from specrl.rollout.cache.record import complaint, digest_of, pack, unpack
+from specrl.rollout.cache.snapshot import Fingerprint, Header, read_file, read_keys, write_file
+from specrl.rollout.reduction import Metric, highest
+from specrl.rollout.types import CacheError, Trajectory
+
+TEXTS = "texts"
+"""Directory of a run with the files of its log."""
+WAITING = 4
+"""Rollouts that may wait to be written."""
+logger = logging.getLogger(__name__)
+
+Response = tuple[str, int, Trajectory]
+"""(example id, sample index, response)."""
+
+
+class ResponseLog:
+    """Writes the responses of each rollout to `RUN/texts/step_N.parquet` in the background.
+
+    A file that cannot be written is counted. "stop" raises it as CacheError at the next rollout; "warn" logs the first
+    one after each file that was written.
+
+    Args:
+        run: the run's directory; None in the processes that do not write.
+        fingerprint: identity of the texts, with the seed that their keys derive from.
+    """
+
+    def __init__(
+        self,
+        run: Path | None,
+        fingerprint: Fingerprint,
+        vocab_size: int,
+        eos_ids: Collection[int],
+        on_write_error: Literal["warn", "stop"],
+    ):
+        self._folder = run and run / TEXTS
+        self._fingerprint = fingerprint
+        self._vocab_size = vocab_size
+        self._eos_ids = tuple(sorted(eos_ids))
+        self._stop = on_write_error == "stop"
+        self._lost = 0
+        self._bytes = 0
+        self._error: CacheError | None = None
+        self._warned = False
+        self._waiting: queue.Queue[tuple[int, list[Response]] | None] = queue.Queue(WAITING)
+        self._writer: threading.Thread | None = None
+
+    def add(self, step: int, responses: list[Response]) -> None:
+        """Takes the responses of one rollout; waits while WAITING rollouts have not been written.
+
+        Raises:
+            CacheError: an earlier file was not written, and the rule is "stop".
+        """
+        if self._folder is None:
+            return
+        self._check()
+        if self._writer is None:
+            self._writer = threading.Thread(
+                target=self._write_all, args=[self._folder], name="response-log", daemon=True
+            )
+            self._writer.start()
+        self._waiting.put((step, responses))
+
+    def stats(self) -> dict[str, Metric]:
+        """Size of what was written so far, and rollouts that are not in the log."""
+        return {"cache/log_mb": highest(self._bytes / 2**20), "cache/log_lost": highest(self._lost)}
+
+    def close(self) -> None:
+        """Waits until everything is written. Raises CacheError as `add` does."""
+        if self._writer is not None:
+            self._waiting.put(None)
+            self._writer.join()
+            self._writer = None
+        self._check()
+
+    def _check(self) -> None:
+        if self._stop and self._error:
+            raise self._error
+
+    def _write_all(self, folder: Path) -> None:
+        while work := self._waiting.get():
+            self._write(folder, *work)
+
+    def _write(self, folder: Path, step: int, responses: list[Response]) -> None:
+        entries = [(example_id, sample_index, pack(response)) for example_id, sample_index, response in responses]
+        digest = digest_of(entries)
+        header = Header(step, len(entries), self._vocab_size, self._eos_ids, self._fingerprint, digest)
+        path = folder / f"step_{step}.parquet"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_file(path, entries, header, compression="zstd")
+            self._bytes += path.stat().st_size
+            self._warned = False
+        except OSError as error:
+            self._lost += 1
+            self._error = CacheError(
+                f"The log of responses was not written: {path}: {error.strerror or error}. Free some space, or leave "
+                "out rollout.cache.log; rollout.cache.on_write_error=warn trains on without these texts."
+            )
+            if not self._stop and not self._warned:
+                logger.warning("%s The run goes on.", self._error)
+            self._warned = True
+
+
+class Twin:
+    """The responses of other runs, or of an earlier part of this one, by key. They are drafts and decide no token.
+
+    A damaged file, or one of another tokenizer, data set or seed, is left out and counted. Files are read when one of
+    their keys is asked for.
+
+    Args:
+        runs: directories of runs; an earlier one is preferred.
+        fingerprint: identity of this run's texts, with its seed.
+    """
+
+    def __init__(self, runs: Sequence[Path], fingerprint: Fingerprint, vocab_size: int, eos_ids: Collection[int]):
+        self._fingerprint = fingerprint
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        self.left_out = 0
+        """Files that were left out."""
+        self._files: list[Path] = []
+        self._texts: dict[int, Trajectory] = {}
+        self._damaged: set[Path] = set()
+        self._differences: dict[str, None] = {}
+        keys: list[np.ndarray] = [np.array([], np.int64)]
+        for path in (path for run in runs for path in sorted((run / TEXTS).glob("step_*.parquet"))):
+            if (part := self._open(path)) is not None:
+                keys.append(part)
+                self._files.append(path)
+        counts = [len(part) for part in keys[1:]]
+        every = np.concatenate(keys)
+        order = np.argsort(every, kind="stable")  # of equal keys the first file's come first
+        self._keys = every[order]
+        self._file_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)[order]
+
+    def check(self, run: Path) -> None:
+        """Raises CacheError if `run` keeps no texts, or none that fit. Damaged ones cost time only."""
+        if self._differences and not self._files:
+            raise CacheError(
+                f"rollout.twin={run}: its texts have other keys or tokens: {'; '.join(self._differences)}. Set "
+                "the same seed, tokenizer, template and data, or leave rollout.twin out."
+            )
+        if not self._files and not self.left_out:
+            raise CacheError(
+                f"rollout.twin={run} has no texts to draft from. A run writes them with rollout.cache.log=true; "
+                f"rollout.cache.start_from={run / 'trajectories'} drafts from its last responses."
+            )
+
+    def _open(self, path: Path) -> np.ndarray | None:
+        """The keys of a file; None if it is left out."""
+        try:
+            header, keys = read_keys(path)
+        except (OSError, CacheError) as error:
+            self._leave_out(path, error)
+            return None
+        if unlike := differences(self._fingerprint.identity, header.fingerprint.identity):
+            self._differences |= dict.fromkeys(unlike)
+            self._leave_out(path, "; ".join(unlike))
+            return None
+        return keys
+
+    def _leave_out(self, path: Path, error: object) -> None:
+        self.left_out += 1
+        logger.warning("%s is left out, so its rows are generated without it: %s", path, error)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there was no file at all."""
+        return not self._files and not self.left_out
+
+    def stats(self) -> dict[str, Metric]:
+        """Files that were left out; every process reads the same ones."""
+        return {"cache/twin_left_out": highest(self.left_out)}
+
+    def texts(self, keys: Sequence[int]) -> dict[int, Trajectory]:
+        """The responses with these keys, as far as there are any. Those that were asked for before are forgotten."""
+        self._texts = {key: self._texts[key] for key in keys if key in self._texts}
+        wanted = {key for key in keys if key not in self._texts}
+        for path in {path for key in wanted if (path := self._path_of(key))}:
+            self._read(path, wanted)
+        return self._texts
+
+    def _path_of(self, key: int) -> Path | None:
+        at = int(np.searchsorted(self._keys, key))
+        if at == len(self._keys) or self._keys[at] != key:
+            return None
+        return self._files[self._file_of[at]]
+
+    def _read(self, path: Path, wanted: set[int]) -> None:
+        if path in self._damaged:
+            return
+        try:
+            entries = read_file(path)[1]
+        except (OSError, CacheError) as error:
+            self._damaged.add(path)
+            self._leave_out(path, error)
+            return
+        for _, sample_index, blob in entries:
+            text = unpack(blob)
+            if text.key in wanted and complaint(sample_index, text, self._vocab_size, self._eos_ids) is None:
+                self._texts[text.key] = text
