@@ -43,7 +43,12 @@ def main(config: GenerateConfig) -> int:
     read = preflight.check(config, training=False)
     examples = [Example("prompt", config.prompt, None, {})] if config.prompt else read["test"][: config.prompts]
     with serving(config) as (engine, tokenizer):
-        done, _ = engine.generate(requests(examples, tokenizer, config, "generate"))
+        if config.dataset.tools:
+            from specrl.run.tools import conversations
+
+            done = [c.whole() for c in conversations(engine, tokenizer, examples, config, "generate")[0]]
+        else:
+            done, _ = engine.generate(requests(examples, tokenizer, config, "generate"))
     console = Console(highlight=False)
     for example, c in zip(examples, done, strict=True):
         console.print(render(example, tokenizer, config.dataset).text, markup=False, style="bold")

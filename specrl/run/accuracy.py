@@ -63,14 +63,22 @@ def evaluate(
     pass@k uses only the scores of `rewards.verifiable`, where 1 is correct, not the total of all rewards. Without such
     a reward it is absent.
     """
-    completions, stats = engine.generate(requests(examples, tokenizer, config, "eval", samples))
+    said: list = []
+    if config.dataset.tools:
+        from specrl.run.tools import conversations
+
+        held, stats = conversations(engine, tokenizer, examples, config, "eval", samples)
+        completions = [conversation.whole() for conversation in held]
+        said = [c.messages for c, completion in zip(held, completions, strict=True) if not completion.failure]
+    else:
+        completions, stats = engine.generate(requests(examples, tokenizer, config, "eval", samples))
     done = [(number // samples, completion) for number, completion in enumerate(completions) if not completion.failure]
     if not done:
         return {"eval/failed": len(completions)}
-    texts = tokenizer.batch_decode([completion.tokens for _, completion in done], skip_special_tokens=True)
+    texts = said or tokenizer.batch_decode([completion.tokens for _, completion in done], skip_special_tokens=True)
     scored = rewards.score(seen([examples[prompt] for prompt, _ in done], texts, tokenizer, config.dataset))
     valid = [total for total in scored.total if total is not None]
-    lengths = [len(completion.tokens) for _, completion in done]
+    lengths = [completion.sampled for _, completion in done]
     metrics = {"eval/reward": fmean(valid)} if valid else {}
     metrics |= {"eval/mean_length": fmean(lengths), "eval/failed": len(completions) - len(valid)}
     if stats.steps:
