@@ -71,9 +71,7 @@ def load_tools(names: tuple[str, ...]) -> tuple[tuple[Callable, ...], list[dict[
             ) from error
         functions.append(function)
     if len({function.__name__ for function in functions}) < len(functions):
-        raise ConfigError(
-            f"dataset.tools={plain([*names])} has a name twice. The model calls tools by their names."
-        )
+        raise ConfigError(f"dataset.tools={plain([*names])} has a name twice. The model calls tools by their names.")
     return tuple(functions), schemas
 
 
@@ -163,7 +161,7 @@ class Toolbox:
         before = before[: ends[-1] + 1] if ends else before
         if everything[: len(before)] != before:
             raise ConfigError(
-                "dataset.tools: the tokenizer's chat template changes earlier messages when a tool's result follows, "
+                "dataset.tools: the tokenizer's chat template changes earlier messages after a tool's result, "
                 "but token ids can only be appended. Set a chat template that appends."
             )
         return everything[len(before) :]

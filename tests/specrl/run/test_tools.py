@@ -268,7 +268,11 @@ def test_tokenizers_that_cannot_express_tools_are_refused():
     silent.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     deaf.response_template = None
     forgetful.chat_template = f"{{{{ messages | length }}}}{forgetful.chat_template}"
-    for tokenizer, reason in ((silent, "leaves out calls"), (deaf, "no response_template"), (forgetful, "changes earlier")):
+    for tokenizer, reason in (
+        (silent, "leaves out calls"),
+        (deaf, "no response_template"),
+        (forgetful, "changes earlier"),
+    ):
         with pytest.raises(ConfigError, match=reason) as refused:
             Toolbox(tokenizer, options)
         assert "\n" not in str(refused.value)
