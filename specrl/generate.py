@@ -44,7 +44,7 @@ def main(config: GenerateConfig) -> int:
     examples = [Example("prompt", config.prompt, None, {})] if config.prompt else read["test"][: config.prompts]
     with serving(config) as (engine, tokenizer):
         if config.dataset.tools:
-            from specrl.run.tools import conversations
+            from specrl.run.toolbox import conversations
 
             done = [c.whole() for c in conversations(engine, tokenizer, examples, config, "generate")[0]]
         else:

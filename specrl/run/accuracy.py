@@ -65,7 +65,7 @@ def evaluate(
     """
     said: list = []
     if config.dataset.tools:
-        from specrl.run.tools import conversations
+        from specrl.run.toolbox import conversations
 
         held, stats = conversations(engine, tokenizer, examples, config, "eval", samples)
         completions = [conversation.whole() for conversation in held]

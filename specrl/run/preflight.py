@@ -157,7 +157,7 @@ def _prompt_lines(config: Config, prompts: Sequence[Example]) -> list[str]:
 
     tokenizer = policy.load_tokenizer(config)
     if config.dataset.tools:
-        from specrl.run.tools import Toolbox
+        from specrl.run.toolbox import Toolbox
 
         Toolbox(tokenizer, config.dataset)
     model = policy.outline(config)

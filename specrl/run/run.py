@@ -108,7 +108,7 @@ def build(
     checkpoint = run_dir.agreed(checkpoint, model.device)
     tools = None
     if config.dataset.tools:
-        from specrl.run.tools import Toolbox
+        from specrl.run.toolbox import Toolbox
 
         tools = Toolbox(tokenizer, config.dataset)
     check_lengths([*train, *test], tokenizer, config.dataset, policy.prompt_limit(config, model))

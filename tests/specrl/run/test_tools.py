@@ -15,7 +15,8 @@ from specrl.config.schema import DatasetConfig
 from specrl.run.data import Example
 from specrl.run.prompts import render, seen
 from specrl.run.tasks import arithmetic
-from specrl.run.tools import LONGEST, Toolbox, calculate, load_tools
+from specrl.run.toolbox import LONGEST, Toolbox
+from specrl.run.tools import calculate, load_tools
 
 HERE = "tests.specrl.run.test_tools"
 
