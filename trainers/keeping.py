@@ -7,11 +7,11 @@ from accelerate.utils import gather_object
 from specrl.rollout.cache.log import ResponseLog
 from specrl.rollout.receipts import Receipts, receipts_of
 from specrl.rollout.speculative import SpeculativeRollout
-from specrl.trainers.scored import Scored
+from specrl.trainers.scored import Generated
 
 
 def keep(
-    sampled: Scored, source: SpeculativeRollout, log: ResponseLog | None, receipts: Receipts | None, step: int
+    sampled: Generated, source: SpeculativeRollout, log: ResponseLog | None, receipts: Receipts | None, step: int
 ) -> None:
     """Adds the responses of all processes, and charges the time to the batch. Collective.
 
