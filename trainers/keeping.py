@@ -1,31 +1,54 @@
-"""Keeps the responses of a rollout: in the cache of every process, and in the log and the receipts of the run."""
+"""Keeps the responses of a rollout: in the cache of every process, in the log and in the receipts of the run."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from accelerate.utils import gather_object
 
 from specrl.rollout.cache.log import ResponseLog
+from specrl.rollout.cache.memory import TrajectoryCache
 from specrl.rollout.receipts import Receipts, receipts_of
+from specrl.rollout.reduction import Metric
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.trainers.scored import Generated
 
 
-def keep(
-    sampled: Generated, source: SpeculativeRollout, log: ResponseLog | None, receipts: Receipts | None, step: int
-) -> None:
-    """Adds the responses of all processes, and charges the time to the batch. Collective.
+@dataclass(frozen=True)
+class Keeping:
+    """What a run keeps of its responses besides the cache. The first process writes."""
 
-    Args: log, receipts: write in the first process.
-    """
-    if source.cache is None and log is None and receipts is None:
-        return
-    entries = source.entries(sampled.rows, sampled.batch, step=step, rewards=sampled.rewards)
-    with sampled.batch.charge_store():
-        entries = gather_object(entries)
-        rows = gather_object(receipts_of(sampled.rows, sampled.batch)) if receipts is not None else []
-        if source.cache is not None:
-            source.cache.merge(entries)
-        if log is not None:
-            log.add(step, entries)
-        if receipts is not None:
-            receipts.add(step, rows)
+    log: ResponseLog | None = None
+    receipts: Receipts | None = None
+
+    def keep(self, sampled: Generated, source: SpeculativeRollout, step: int) -> None:
+        """Adds the responses of all processes, and charges the time to the batch. Collective."""
+        if source.cache is None and self.log is None and self.receipts is None:
+            return
+        entries = source.entries(sampled.rows, sampled.batch, step=step, rewards=sampled.rewards)
+        with sampled.batch.charge_store():
+            entries = gather_object(entries)
+            if source.cache is not None:
+                source.cache.merge(entries)
+            if self.log is not None:
+                self.log.add(step, entries)
+            if self.receipts is not None:
+                self.receipts.add(step, gather_object(receipts_of(sampled.rows, sampled.batch)))
+
+    def stats(self, source: SpeculativeRollout) -> dict[str, Metric]:
+        """Sizes and losses of the cache, the twin and the log."""
+        metrics: dict[str, Metric] = {}
+        for part in (source.cache, source.twin, self.log):
+            metrics |= part.stats() if part is not None else {}
+        return metrics
+
+
+def diversity(sampled: Generated, cache: TrajectoryCache | None) -> dict[str, Metric]:
+    """How the responses differ from each other and from the stored ones, before they are stored themselves."""
+    from specrl.rollout.diversity import diversity_metrics
+
+    rows, batch = sampled.rows, sampled.batch
+    names = zip(rows, batch.sample_indices, strict=True)
+    stored = [cache.get(row.example_id, index) if cache else None for row, index in names]
+    old = [None if trajectory is None else trajectory.tokens for trajectory in stored]
+    return diversity_metrics(rows, [c.tokens for c in batch.completions], old)

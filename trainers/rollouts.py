@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from specrl.rollout.cache.log import ResponseLog
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.control import Control
 from specrl.rollout.engines.base import Engine
 from specrl.rollout.keys import Visits, derive_key
-from specrl.rollout.receipts import Receipts
 from specrl.rollout.reduction import Metric, merged, seconds
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, Row
 from specrl.trainers import weights
 from specrl.trainers.config import TrainerConfig
 from specrl.trainers.conversations import Conversation, Tools, converse
-from specrl.trainers.keeping import keep
+from specrl.trainers.keeping import Keeping, diversity
 from specrl.trainers.scored import Generated, Scored, check_batch
 from specrl.trainers.tools import ToolResults
 from specrl.trainers.turns import Turn, by_turn
@@ -54,10 +52,8 @@ class Setup:
     """Builds the source of responses from the policy as it is trained (adapters included)."""
     rollout: RolloutConfig
     trainer: TrainerConfig
-    log: ResponseLog | None = None
-    """Keeps every response."""
-    receipts: Receipts | None = None
-    """Keeps a digest of every response."""
+    keeping: Keeping = field(default_factory=Keeping)
+    """Keeps the responses besides the cache."""
     tools: Tools | None = None
     """What the policy may call; None without tools."""
     max_turns: int = 1
@@ -269,18 +265,15 @@ class Rollouts:
         """Stores the rollout's trajectories, runs the control rows that are due, and returns the rollout's metrics."""
         sampled = self.sampled_batch
         rows, batch, rewards = sampled.generated
-        cache = self.source.cache
-        diversity = self._diversity() if self._control.due else {}
-        keep(sampled.generated, self.source, self._setup.log, self._setup.receipts, self.version)
+        spread = diversity(sampled.generated, self.source.cache) if self._control.due else {}
+        self._setup.keeping.keep(sampled.generated, self.source, self.version)
         if (results := self.tool_results) is not None:
             results.merge(result for part in gather_object([results.take_new()]) for result in part)
         # a process that does not use a source still counts towards that source's share of all tokens
         for name in gather_object(list(batch.stats.sources)):
             batch.stats.sources.setdefault(name, (0, 0))
         metrics = self._metrics | self._control(rows, batch, rewards, step=self.version)
-        metrics |= diversity
-        for part in (cache, self.source.twin, self._setup.log):
-            metrics |= part.stats() if part is not None else {}
+        metrics |= spread | self._setup.keeping.stats(self.source)
         self._metrics = {}
         if self._control.measured:  # control rows use the engine's forward pass too, so they cannot detect a wrong one
             weights.check(self.engine, self.policy, self.version, self._probe)
@@ -290,17 +283,6 @@ class Rollouts:
             responses = zip(sampled.rows, sampled.batch.completions, strict=True)
             self.drafter_trainer.observe([(row.prompt, c.tokens) for row, c in responses if not c.failure], batch.stats)
         return metrics
-
-    def _diversity(self) -> dict[str, Metric]:
-        """How the responses differ from each other and from the stored ones, before they are stored themselves."""
-        from specrl.rollout.diversity import diversity_metrics
-
-        rows, batch, _ = self.sampled_batch.generated
-        cache = self.source.cache
-        names = zip(rows, batch.sample_indices, strict=True)
-        stored = [cache.get(row.example_id, index) if cache else None for row, index in names]
-        old = [None if trajectory is None else trajectory.tokens for trajectory in stored]
-        return diversity_metrics(rows, [c.tokens for c in batch.completions], old)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to keep its control steps and its keys unchanged, as JSON types."""

@@ -30,6 +30,7 @@ from specrl.run.prompts import Prompt, chat_template, check_lengths, described, 
 from specrl.run.run_dir import RunDir, data_digests, same_data
 from specrl.trainers.callbacks import ShortHistory, StopOnSignal
 from specrl.trainers.checkpoint import EVALUATIONS, TRAJECTORIES, Checkpoint, CompleteCheckpoint, writing
+from specrl.trainers.keeping import Keeping
 from specrl.trainers.rollouts import Score, Setup
 
 if TYPE_CHECKING:
@@ -152,8 +153,7 @@ def build(
             make_rollout=make_rollout,
             rollout=config.rollout,
             trainer=config.trainer,
-            log=log,
-            receipts=receipts,
+            keeping=Keeping(log, receipts),
             tools=tools,
             max_turns=config.dataset.max_turns,
         )
