@@ -99,7 +99,6 @@ FIGURES = {
     ),
     "ahead": Figure((AHEAD,), json_file),
     "ahead-small": Figure((f"{AHEAD} {SMALL}",), json_file),
-    "turns": Figure(("benchmarks.turns out={out}/result.json",), json_file, ONE_THREAD),
     "ahead-fresh": Figure((f"{AHEAD} case=fresh trainer.epochs=1 {SMALL}",), json_file),
 }
 
