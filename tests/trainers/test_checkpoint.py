@@ -91,7 +91,7 @@ def save(cache, folder, step, keep=2, on_write_error="warn", main=True):
     state = SimpleNamespace(global_step=step, is_world_process_zero=main)
     config = RolloutConfig(cache=CacheConfig(on_write_error=on_write_error))
     source = SpeculativeRollout(None, cache, config, seed=0)
-    rollouts = SimpleNamespace(source=source, state=lambda: {"rollouts": step}, drafter_trainer=None)
+    rollouts = SimpleNamespace(source=source, state=lambda: {"rollouts": step}, drafter_trainer=None, tool_results=None)
     callback = CompleteCheckpoint(rollouts, keep, {"train": "9f"})
     callback.on_save(args, state, None)
     return callback
