@@ -139,7 +139,8 @@ def test_the_marker_lists_every_file_and_the_cache_is_in_the_cut(tmp_path):
     digest = blake2b(bytes(range(100)), digest_size=16).hexdigest()
     assert mark["files"]["model.safetensors"] == [100, digest]
     restored = []
-    Checkpoint(tmp_path / "checkpoint-4").restore(SimpleNamespace(restore=restored.append, drafter_trainer=None))
+    rollouts = SimpleNamespace(restore=restored.append, drafter_trainer=None, tool_results=None)
+    Checkpoint(tmp_path / "checkpoint-4").restore(rollouts)
     assert restored == [{"rollouts": 4}]
     assert Checkpoint(tmp_path / "checkpoint-4").marker()["data"] == {"train": "9f"}
     loaded = load(Checkpoint(tmp_path / "checkpoint-4").trajectories, Fingerprint(), 10)
