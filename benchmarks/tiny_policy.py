@@ -10,8 +10,9 @@ could not if the skill had never been learned. The recipe needs no network; one 
 
 import math
 import random
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,18 +49,21 @@ class Recipe:
     seed: int = doc(0, "of weights, problems and blur")
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(further: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """A closed vocabulary: one token per digit, operator and mark, and words together with their leading space.
 
     `decode(encode(text)) == text` for every text of `specrl.run.tasks`; anything else becomes "<unk>".
+
+    Args: further: tokens besides these, such as marks of a chat template.
     """
     spaced = (*tasks.ITEMS, *tasks.PACKS, *tasks.PEOPLE, "He", "She", "How", "many", "does", "have", "has", "now", "of")
     verbs = " ".join((*tasks.GAINS, *tasks.LOSSES)).split()
     words = [*tasks.PEOPLE, "He", "She", *(f" {word}" for word in (*spaced, *verbs))]
     marks = [*"0123456789", " ", "\n", " + ", " - ", " * ", " = ", "####", ".", ",", ":", "?"]
-    vocabulary = {piece: index for index, piece in enumerate([PAD, EOS, UNK, *marks, *words])}
+    vocabulary = {piece: index for index, piece in enumerate([PAD, EOS, UNK, *marks, *words, *further])}
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
-    raw.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    pieces = "|".join([*map(re.escape, further), PIECES])
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
     raw.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=raw,
@@ -104,15 +108,13 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
     return model
 
 
-def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
-    """Supervised training in place on answer tokens, AdamW with one cycle of the learning rate."""
-    plan = [(level, math.ceil(recipe.steps * share / 5)) for level, share in PLAN]
-    total = sum(steps for _, steps in plan)
+def train(model: Qwen3ForCausalLM, total: int, data: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Supervised training in place, AdamW with one cycle of the learning rate. Args: total: batches in `data`."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=total, pct_start=0.1)
     started = time.perf_counter()
     model.train()
-    for step, (ids, labels) in enumerate(batches(tokenizer, plan, recipe), start=1):
+    for step, (ids, labels) in enumerate(data, start=1):
         logits = model(input_ids=ids, use_cache=False).logits
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
         optimizer.zero_grad()
@@ -168,7 +170,8 @@ def make(recipe: Recipe) -> None:
         raise ConfigError("out is missing: the directory to write the policy to, such as out=outputs/tiny")
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, recipe.seed)
-    train(model, tokenizer, recipe)
+    plan = [(level, math.ceil(recipe.steps * share / 5)) for level, share in PLAN]
+    train(model, sum(steps for _, steps in plan), batches(tokenizer, plan, recipe))
     blur(model, recipe.blur, recipe.seed)
     model.to(torch.bfloat16).save_pretrained(recipe.out)
     tokenizer.save_pretrained(recipe.out)

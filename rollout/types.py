@@ -117,6 +117,13 @@ class Completion:
     """Weight version that sampled the reused tokens if that is not `version` (the lenient rule), else None."""
     failure: str = ""
     """Why this row has no response (its sequences are then empty); such rows are masked and counted, never scored."""
+    mask: list[int] | None = None
+    """Of a whole conversation: 1 for tokens that the policy sampled, 0 for those of tools. None: it sampled all."""
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return len(self.tokens) if self.mask is None else sum(self.mask)
 
     @property
     def versions(self) -> list[int]:

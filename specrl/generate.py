@@ -44,7 +44,12 @@ def main(config: GenerateConfig) -> int:
     examples = [Example("prompt", config.prompt, None, {})] if config.prompt else read["test"][: config.prompts]
     with serving(config) as served:
         tokenizer = served.tokenizer
-        done, _ = served.engine.generate(requests(examples, tokenizer, config, "generate"))
+        if config.dataset.tools:
+            from specrl.run.toolbox import conversations
+
+            done = [c.whole() for c in conversations(served.engine, tokenizer, examples, config, "generate")[0]]
+        else:
+            done, _ = served.engine.generate(requests(examples, tokenizer, config, "generate"))
     console = Console(highlight=False)
     for example, c in zip(examples, done, strict=True):
         console.print(render(example, tokenizer, config.dataset).text, markup=False, style="bold")

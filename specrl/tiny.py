@@ -1,6 +1,6 @@
-"""Loads the embedded policy, a model of 1.2 M parameters that solves half of `specrl.run.tasks.arithmetic`.
+"""Loads the embedded policies, models of 1.2 M parameters that solve half of `specrl.run.tasks.arithmetic`.
 
-`benchmarks/tiny_policy.py` trains it.
+`benchmarks/tiny_policy.py` trains the first, and `benchmarks/tiny_tools.py` the one that calls a calculator.
 """
 
 from pathlib import Path
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from specrl.run.policy import TINY_PATH
+from specrl.run.policy import TINY_PATH, TOOLS_PATH
 
 
 def load(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -20,3 +20,8 @@ def load(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 def load_tiny() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads the embedded policy."""
     return load(TINY_PATH)
+
+
+def load_tiny_tools() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Loads the embedded policy that calls a calculator."""
+    return load(TOOLS_PATH)

@@ -18,7 +18,7 @@ from specrl.rollout.reduction import Metric, lowest, merged, seconds
 ECHO_S = 1.0  # a launcher such as torchrun repeats the terminal's Ctrl-C to its processes within this time
 HISTORY = 100  # log entries that the trainer's state keeps
 
-OTHERS = ("sync", "gen", "reward", "drafter", "old_log_prob", "ref_log_prob", "control", "reuse_gap")
+OTHERS = ("sync", "gen", "tools", "reward", "drafter", "old_log_prob", "ref_log_prob", "control", "reuse_gap")
 """The parts of a step other than the update, by their names in `timing_s/`; they do not overlap."""
 
 Handler = Callable[[int, FrameType | None], Any] | int | None

@@ -11,7 +11,7 @@ from specrl.rollout.cache.memory import TrajectoryCache
 from specrl.rollout.receipts import Receipts, receipts_of
 from specrl.rollout.reduction import Metric
 from specrl.rollout.speculative import SpeculativeRollout
-from specrl.trainers.scored import Scored
+from specrl.trainers.scored import Generated
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Keeping:
     log: ResponseLog | None = None
     receipts: Receipts | None = None
 
-    def keep(self, sampled: Scored, source: SpeculativeRollout, step: int) -> None:
+    def keep(self, sampled: Generated, source: SpeculativeRollout, step: int) -> None:
         """Adds the responses of all processes, and charges the time to the batch. Collective."""
         if source.cache is None and self.log is None and self.receipts is None:
             return
@@ -43,7 +43,7 @@ class Keeping:
         return metrics
 
 
-def diversity(sampled: Scored, cache: TrajectoryCache | None) -> dict[str, Metric]:
+def diversity(sampled: Generated, cache: TrajectoryCache | None) -> dict[str, Metric]:
     """How the responses differ from each other and from the stored ones, before they are stored themselves."""
     from specrl.rollout.diversity import diversity_metrics
 

@@ -17,11 +17,14 @@ from specrl.rollout.engines.base import Engine
 from specrl.rollout.keys import Visits, derive_key
 from specrl.rollout.reduction import Metric, merged, seconds
 from specrl.rollout.speculative import SpeculativeRollout
-from specrl.rollout.types import Row
+from specrl.rollout.types import Completion, Row
 from specrl.trainers import weights
 from specrl.trainers.config import TrainerConfig
+from specrl.trainers.conversations import Conversation, Tools, converse
 from specrl.trainers.keeping import Keeping, diversity
-from specrl.trainers.scored import Scored, check_batch
+from specrl.trainers.scored import Generated, Scored, check_batch
+from specrl.trainers.tools import ToolResults
+from specrl.trainers.turns import Turn, by_turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerState
@@ -29,8 +32,11 @@ if TYPE_CHECKING:
     from specrl.trainers.cotraining.alarm import DrafterAlarm
     from specrl.trainers.cotraining.trainer import DrafterTrainer
 
-Score = Callable[[Sequence[dict], Sequence[list[int]]], tuple[list[float | None], dict[str, Metric]]]
-"""(dataset rows, responses as token ids) -> total reward of each row, None where it failed, and metrics to log."""
+Score = Callable[[Sequence[dict], Sequence[list]], tuple[list[float | None], dict[str, Metric]]]
+"""(dataset rows, responses) -> total reward of each row, None where it failed, and metrics to log.
+
+A response is a list of token ids, or with tools the list of messages that followed the prompt.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,10 @@ class Setup:
     trainer: TrainerConfig
     keeping: Keeping = field(default_factory=Keeping)
     """Keeps the responses besides the cache."""
+    tools: Tools | None = None
+    """What the policy may call; None without tools."""
+    max_turns: int = 1
+    """Responses of a conversation with tools."""
 
 
 class Rollouts:
@@ -181,26 +191,68 @@ class Rollouts:
         self._fields |= {row["example_id"]: row for row in inputs}
         rows, sample_indices = self._rows(inputs, first)
         visits = self._per_row(rows, self._visits.next)
-        if self._ahead:
-            self._announce(first)
-        batch = self.source.generate(rows, visit=visits, step=self.version, sample_indices=sample_indices)
+        announce = self._announcement(first) if self._ahead else lambda: None
+        turns = None
+        if self._setup.tools:
+            conversations, turns = self._converse(self._setup.tools, rows, sample_indices, visits, announce)
+            batch = turns.batch.select(range(len(rows)))
+            batch.completions = [conversation.whole() for conversation in conversations]
+            responses: list[list] = [conversation.messages for conversation in conversations]
+        else:
+            announce()
+            batch = self.source.generate(rows, visit=visits, step=self.version, sample_indices=sample_indices)
+            responses = [c.tokens for c in batch.completions]
         check_batch(batch, len(inputs), self.version)
         began = time.perf_counter()
-        responses = [c.tokens for c in batch.completions]
         totals, metrics = self._setup.score(inputs, responses)
         unpenalised = [None if c.failure else total for c, total in zip(batch.completions, totals, strict=True)]
         self._note(metrics | {"timing_s/reward": seconds(time.perf_counter() - began)})
-        return Scored(inputs, rows, batch, self._penalised(unpenalised, responses), unpenalised)
+        rewards = self._penalised(unpenalised, [len(c.tokens) for c in batch.completions])
+        return Scored(inputs, rows, batch, rewards, unpenalised, turns)
+
+    def _converse(
+        self,
+        tools: Tools,
+        rows: Sequence[Row],
+        sample_indices: Sequence[int],
+        visits: Sequence[int],
+        announce: Callable[[], None],
+    ) -> tuple[list[Conversation], Generated]:
+        """A conversation that begins with each row, and what was generated for all of them.
+
+        Args: announce: announces the next batch, which idle workers go on with in every turn.
+        """
+        turns: list[Turn] = []
+
+        def respond(going: list[Conversation], rows: list[Row]) -> list[Completion]:
+            announce()
+            batch = self.source.generate(
+                rows,
+                visit=[conversation.visit for conversation in going],
+                step=self.version,
+                sample_indices=[conversation.sample_index for conversation in going],
+            )
+            check_batch(batch, len(rows), self.version)
+            turns.append(Turn(rows, batch, self.version, training=True))
+            return batch.completions
+
+        columns = zip(rows, sample_indices, visits, strict=True)
+        begun = [Conversation(row.example_id, i, visit, len(row.prompt), [*row.prompt]) for row, i, visit in columns]
+        max_tokens = self.source.config.max_new_tokens
+        converse(begun, respond, tools, max_turns=self._setup.max_turns, max_tokens=max_tokens)
+        self._note(by_turn(turns) | tools.take_metrics(len(begun)))
+        return begun, Generated.of_turns(turns)
 
     def _rows(self, inputs: Sequence[dict], first: int) -> tuple[list[Row], list[int]]:
         """The dataset rows as `Row`s, and their sample indices."""
         rows = [Row(row["example_id"], tuple(self._setup.render(row))) for row in inputs]
         return rows, [(first + i) % self._group_size for i in range(len(inputs))]
 
-    def _announce(self, first: int) -> None:
+    def _announcement(self, first: int) -> Callable[[], None]:
         """Announces the next batch to the source of responses, as far as it is known before this one is rolled out."""
         rows, sample_indices = self._rows(self._upcoming(), first)
-        self.source.announce(rows, visit=self._per_row(rows, self._visits.so_far), sample_indices=sample_indices)
+        visits = self._per_row(rows, self._visits.so_far)
+        return lambda: self.source.announce(rows, visit=visits, sample_indices=sample_indices)
 
     @staticmethod
     def _per_row(rows: Sequence[Row], visits: Callable[[list[str]], list[int]]) -> list[int]:
@@ -212,28 +264,34 @@ class Rollouts:
     def finish(self) -> dict[str, Metric]:
         """Stores the rollout's trajectories, runs the control rows that are due, and returns the rollout's metrics."""
         sampled = self.sampled_batch
-        spread = diversity(sampled, self.source.cache) if self._control.due else {}
-        self._setup.keeping.keep(sampled, self.source, self.version)
+        rows, batch, rewards = sampled.generated
+        spread = diversity(sampled.generated, self.source.cache) if self._control.due else {}
+        self._setup.keeping.keep(sampled.generated, self.source, self.version)
+        if (results := self.tool_results) is not None:
+            results.merge(result for part in gather_object([results.take_new()]) for result in part)
         # a process that does not use a source still counts towards that source's share of all tokens
-        for name in gather_object(list(sampled.batch.stats.sources)):
-            sampled.batch.stats.sources.setdefault(name, (0, 0))
-        metrics = self._metrics | self._control(sampled.rows, sampled.batch, sampled.rewards, step=self.version)
+        for name in gather_object(list(batch.stats.sources)):
+            batch.stats.sources.setdefault(name, (0, 0))
+        metrics = self._metrics | self._control(rows, batch, rewards, step=self.version)
         metrics |= spread | self._setup.keeping.stats(self.source)
         self._metrics = {}
         if self._control.measured:  # control rows use the engine's forward pass too, so they cannot detect a wrong one
             weights.check(self.engine, self.policy, self.version, self._probe)
         if self.drafter_alarm:
-            metrics |= self.drafter_alarm.observe(sampled.batch.stats)
+            metrics |= self.drafter_alarm.observe(batch.stats)
         if self.drafter_trainer:
             responses = zip(sampled.rows, sampled.batch.completions, strict=True)
-            self.drafter_trainer.observe(
-                [(row.prompt, c.tokens) for row, c in responses if not c.failure], sampled.batch.stats
-            )
+            self.drafter_trainer.observe([(row.prompt, c.tokens) for row, c in responses if not c.failure], batch.stats)
         return metrics
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to keep its control steps and its keys unchanged, as JSON types."""
         return {"rollouts": self._control.rollouts, "visits": self._visits.state()}
+
+    @property
+    def tool_results(self) -> ToolResults | None:
+        """Kept results of the run's tools; None without tools."""
+        return self._setup.tools.results if self._setup.tools else None
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resumes from the `state` of a checkpoint."""
@@ -242,20 +300,20 @@ class Rollouts:
 
     # Rewards -----------------------------------------------------------------------------------------------------
 
-    def _penalised(self, totals: Sequence[float | None], responses: Sequence[list[int]]) -> list[float | None]:
-        """Total rewards with the overlong penalty."""
+    def _penalised(self, totals: Sequence[float | None], lengths: Sequence[int]) -> list[float | None]:
+        """Total rewards with the overlong penalty. Args: lengths: in tokens, those of tools included, as in the cap."""
         cap = self.source.config.max_new_tokens
         if not (buffer := self._options.overlong_tokens(cap)):
             return list(totals)
         from specrl.trainers.correction import overlong_penalty
 
-        paired = zip(totals, responses, strict=True)
-        return [None if total is None else total + overlong_penalty(len(ids), cap, buffer) for total, ids in paired]
+        paired = zip(totals, lengths, strict=True)
+        return [None if total is None else total + overlong_penalty(length, cap, buffer) for total, length in paired]
 
     def _score_tokens(self, rows: Sequence[Row], responses: Sequence[list[int]]) -> list[float | None]:
         """Rewards of control rows, which are not logged as rewards of the step."""
         totals, _ = self._setup.score([self._fields[row.example_id] for row in rows], responses)
-        return self._penalised(totals, responses)
+        return self._penalised(totals, [len(ids) for ids in responses])
 
     # Old log-probs and corrections -------------------------------------------------------------------------------
 
@@ -272,7 +330,7 @@ class Rollouts:
 
         Args:
             rollout_logprobs: the engine's log-probs of the batch [B, T].
-            mask: 1 for response tokens [B, T].
+            mask: 1 for tokens that the policy sampled [B, T].
             policy_logprobs: returns the trainer's log-probs [B, T]; called only if they are needed.
 
         Returns:

@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from specrl.rollout.types import RolloutBatch, RolloutError, Row
+from specrl.trainers.turns import Turn
+
+
+class Generated(NamedTuple):
+    """What the engine generated, with the costs: of conversations the rows of all turns, turn by turn."""
+
+    rows: list[Row]
+    batch: RolloutBatch
+    rewards: list[float | None]
+    """None for turns, as only their conversation has one."""
+
+    def later(self, other: Generated) -> Generated:
+        """With what was generated afterwards."""
+        return Generated(self.rows + other.rows, self.batch + other.batch, self.rewards + other.rewards)
+
+    @classmethod
+    def of_turns(cls, turns: Sequence[Turn]) -> Generated:
+        """The rows of all turns of some conversations."""
+        first, *later = turns
+        rows = [row for turn in turns for row in turn.rows]
+        return cls(rows, sum((turn.batch for turn in later), first.batch), [None] * len(rows))
 
 
 @dataclass
@@ -19,13 +41,26 @@ class Scored:
     """Total rewards, including the overlong penalty; None where the reward or the response failed."""
     unpenalised_rewards: list[float | None]
     """Total rewards without the penalty."""
+    turns: Generated | None = None
+    """The turns of conversations, each of which is a row here; None where every row has one turn."""
+
+    @property
+    def generated(self) -> Generated:
+        """What the engine generated for these rows."""
+        return self.turns or Generated(self.rows, self.batch, self.rewards)
 
     def __add__(self, later: Scored) -> Scored:
-        names = [field.name for field in fields(Scored)]
-        return Scored(*(getattr(self, name) + getattr(later, name) for name in names))
+        return Scored(
+            inputs=self.inputs + later.inputs,
+            rows=self.rows + later.rows,
+            batch=self.batch + later.batch,
+            rewards=self.rewards + later.rewards,
+            unpenalised_rewards=self.unpenalised_rewards + later.unpenalised_rewards,
+            turns=self.turns.later(later.turns) if self.turns and later.turns else None,
+        )
 
     def select(self, indices: Sequence[int]) -> Scored:
-        """The rows with these indices, in this order."""
+        """The rows with these indices, in this order, without their turns."""
         return Scored(
             inputs=[self.inputs[i] for i in indices],
             rows=[self.rows[i] for i in indices],

@@ -131,7 +131,7 @@ class ToolResults:
 
     def save(self, path: Path) -> None:
         """Writes the results as JSON, whole or not at all."""
-        rows = [(key, result.text, result.seconds) for key, result in self._results.items()]
+        rows = [(key, result.text, result.seconds) for key, result in [*self._results.items()]]
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, json.dumps(rows).encode())
 

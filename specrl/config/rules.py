@@ -27,7 +27,7 @@ def problems(config: Config, training: bool = True) -> list[str]:
     """A message for every rule that the options break. Without `training`, greedy and single responses are legal."""
     if wrong := misfits(config):
         return wrong
-    rules = [_run_rules, _drafter_rules, _algorithm_rules, _logprob_rules, _size_rules]
+    rules = [_run_rules, _tool_rules, _drafter_rules, _algorithm_rules, _logprob_rules, _size_rules]
     if training:
         rules += [_training_rules, _batch_rules, _tracker_rules]
     shown = values(config)
@@ -44,7 +44,7 @@ def warnings(config: Config) -> list[str]:
             "between neighbouring bf16 numbers, so the weights hardly learn, and the reuse that is measured is too "
             "high. Try trainer.precision=bf16, which keeps fp32 weights."
         )
-    if config.model != "tiny" and not config.lora.rank and rate > HIGH_LEARNING_RATE:
+    if config.model not in ("tiny", "tiny_tools") and not config.lora.rank and rate > HIGH_LEARNING_RATE:
         sentences.append(
             f"trainer.learning_rate={rate:g} is high for training all weights of model={config.model}: language models "
             f"usually lose their abilities above {HIGH_LEARNING_RATE:g}. Try trainer.learning_rate=1e-6, as in "
@@ -68,6 +68,17 @@ def _run_rules(c: Config) -> Iterator[str]:
     for key in ("train_split", "test_split"):
         if "[" in getattr(c.dataset, key):
             yield f"<dataset.{key}> has no effect with data=arithmetic, which generates its prompts. Leave it out."
+
+
+def _tool_rules(c: Config) -> Iterator[str]:
+    if not c.dataset.tools:
+        return
+    if c.rollout.lossy:
+        yield "<dataset.tools> cannot be combined with <rollout.acceptance>. Try rollout.acceptance=exact."
+    if c.rollout.replay:
+        yield "<dataset.tools> cannot be combined with <rollout.replay>. Try rollout.replay=0."
+    if c.trainer.drafter.train:
+        yield "<dataset.tools> cannot be combined with <trainer.drafter.train>. Try trainer.drafter.train=false."
 
 
 def _drafter_rules(c: Config) -> Iterator[str]:

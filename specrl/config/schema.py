@@ -20,7 +20,9 @@ class DatasetConfig:
     test_size: int = doc(0, "test prompts; 0 is all, but data=arithmetic needs a number")
     prompt_column: str = doc("", "column of the question, or outer.inner; empty tries the usual names")
     answer_column: str = doc("", "column of the reference answer, or outer.inner; empty tries the usual names")
-    level: Literal["easy", "medium", "hard", "mixed"] = doc("mixed", "difficulty of data=arithmetic")
+    level: Literal["easy", "medium", "hard", "mixed", "large"] = doc(
+        "mixed", "difficulty of data=arithmetic; large: numbers of up to five digits, for a calculator"
+    )
     system_prompt: str = doc("", "system message before each question; empty sends none")
     prompt_template: str = doc("", "text in which each question replaces {prompt}; empty adds nothing")
     chat_template: Literal["auto", "on", "off"] = doc(
@@ -31,6 +33,9 @@ class DatasetConfig:
     chat_template_kwargs: dict[str, str] = doc(
         {}, "variables of the chat template, such as {enable_thinking: false}; values are parsed as JSON if possible"
     )
+    tools: list[str] = doc([], "functions that the policy may call, each module:function, in conversations")
+    max_turns: int = doc(8, "most responses of a conversation with tools", low=1)
+    tool_timeout_s: float = doc(30.0, "seconds for a call of a tool; then its answer is an error")
     max_prompt_tokens: int = doc(512, "longest prompt in tokens; longer ones are refused before training", low=1)
 
     def problems(self) -> Iterator[str]:
@@ -40,6 +45,10 @@ class DatasetConfig:
                 "<dataset.chat_template_kwargs> has no effect with <dataset.chat_template>. "
                 "Try dataset.chat_template=on, or leave it out."
             )
+        if self.tools and self.chat_template == "off":
+            yield "<dataset.tools> needs a chat template, not <dataset.chat_template>. Try dataset.chat_template=on."
+        if self.tools and not self.tool_timeout_s:
+            yield "<dataset.tool_timeout_s> leaves no time for a call. Try dataset.tool_timeout_s=30."
         if self.prompt_template and "{prompt}" not in self.prompt_template:
             yield "<dataset.prompt_template> has no {prompt}, which the question replaces."
 
@@ -66,7 +75,7 @@ class Config:
     resume: Literal["no", "auto"] = doc(
         "no", "auto: continue from the newest checkpoint of this name, if there is one", resume="free"
     )
-    model: str = doc("tiny", "policy: tiny (included, no download), a hub id or a local directory")
+    model: str = doc("tiny", "policy: tiny or tiny_tools (included, no download), a hub id or a local directory")
     tokenizer: str = doc("", "hub id or local directory; empty uses the model's")
     trust_remote_code: bool = doc(False, "allow the model repository to run its code")
     revision: str = doc("", "branch, tag or commit of the model on the hub")

@@ -94,22 +94,33 @@ def evaluate(
     pass@k uses only the scores of `rewards.verifiable`, where 1 is correct, not the total of all rewards. Without such
     a reward it is absent.
     """
-    prompts = [(example.id, tuple(render(example, tokenizer, config.dataset).ids)) for example in examples]
-    rows = [Row(*prompt) for prompt in prompts for _ in range(samples)]
-    batch = rollout.generate(rows, visit=0, step=step, domain="eval")
-    rollout.store(rows, batch, step=step, domain="eval")
-    completions = batch.completions
+    said: list = []
+    spent: dict[str, float] = {}
+    if config.dataset.tools:  # every turn is decoded without drafts
+        from specrl.run.toolbox import conversations
+
+        held, stats = conversations(rollout.engine, tokenizer, examples, config, "eval", samples)
+        completions = [conversation.whole() for conversation in held]
+        said = [c.messages for c, completion in zip(held, completions, strict=True) if not completion.failure]
+    else:
+        prompts = [(example.id, tuple(render(example, tokenizer, config.dataset).ids)) for example in examples]
+        rows = [Row(*prompt) for prompt in prompts for _ in range(samples)]
+        batch = rollout.generate(rows, visit=0, step=step, domain="eval")
+        rollout.store(rows, batch, step=step, domain="eval")
+        completions = batch.completions
+        stats = batch.stats
+        if any(not completion.failure for completion in completions):
+            spent = cost(batch)
     done = [(number // samples, completion) for number, completion in enumerate(completions) if not completion.failure]
     if not done:
         return {"eval/failed": len(completions)}
-    texts = tokenizer.batch_decode([completion.tokens for _, completion in done], skip_special_tokens=True)
+    texts = said or tokenizer.batch_decode([completion.tokens for _, completion in done], skip_special_tokens=True)
     scored = rewards.score(seen([examples[prompt] for prompt, _ in done], texts, tokenizer, config.dataset))
     valid = [total for total in scored.total if total is not None]
-    lengths = [len(completion.tokens) for _, completion in done]
+    lengths = [completion.sampled for _, completion in done]
     metrics = {"eval/reward": fmean(valid)} if valid else {}
     metrics |= {"eval/mean_length": fmean(lengths), "eval/failed": len(completions) - len(valid)}
-    metrics |= cost(batch)
-    stats = batch.stats
+    metrics |= spent
     if stats.steps:
         policy_tokens = sum(not reused for _, completion in done for reused in completion.reused)
         metrics["eval/policy_tokens_ratio"] = policy_tokens / sum(lengths)

@@ -33,7 +33,10 @@ def show(console: Console, last: Scored, tokenizer: PreTrainedTokenizerBase, cou
 
 
 def pieces(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """The response as consecutive pieces (text, reused), each made of accepted draft tokens only or new tokens only."""
+    """The response as consecutive pieces (text, reused), each made of accepted draft tokens only or new tokens only.
+
+    What tools answered is part of the new ones.
+    """
     runs = groupby(zip(completion.tokens, completion.reused, strict=True), key=lambda pair: pair[1])
     return [(_text([t for t, _ in run], tokenizer), reused) for reused, run in runs]
 

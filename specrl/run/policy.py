@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 
 TINY_PATH = Path(__file__).parents[1] / "assets" / "tiny"
+TOOLS_PATH = Path(__file__).parents[1] / "assets" / "tiny_tools"
+EMBEDDED = {"tiny": TINY_PATH, "tiny_tools": TOOLS_PATH}
+"""Policies that come with the package, by the names that `model` takes."""
 TOKENIZER_FILES = re.compile(r"tokenizer|^vocab|^spiece|\.tiktoken$")
 
 
@@ -136,7 +139,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 def find_model(config: Config) -> None:
     """Raises ConfigError for a directory without a model."""
-    if config.model == "tiny" or not is_path(config.model):
+    if config.model in EMBEDDED or not is_path(config.model):
         return
     if reason := flaw(Path(config.model).expanduser()):
         raise unloadable(config, reason)
@@ -146,7 +149,7 @@ def find_tokenizer(config: Config) -> None:
     """Raises ConfigError for a directory without a tokenizer, for which transformers may create an empty one."""
     source = config.tokenizer or config.model
     path = Path(source).expanduser()
-    if source == "tiny" or not is_path(source):
+    if source in EMBEDDED or not is_path(source):
         return
     if not path.is_dir():
         raise unloadable(config, "there is no such directory", tokenizer=True)
@@ -171,7 +174,7 @@ def unloadable(config: Config, reason: str, tokenizer: bool = False) -> ConfigEr
 
 
 def _source(config: Config) -> tuple[str, dict]:
-    source = str(TINY_PATH) if config.model == "tiny" else config.model
+    source = str(EMBEDDED.get(config.model, config.model))
     return source, {"trust_remote_code": config.trust_remote_code, "revision": config.revision or None}
 
 
@@ -189,7 +192,7 @@ def _explained(config: Config, tokenizer: bool = False) -> Iterator[None]:
 
 def on_hub(name: str) -> bool:
     """Whether this is a model's id on the hub."""
-    return name not in ("", "tiny") and not is_path(name)
+    return name not in ("", *EMBEDDED) and not is_path(name)
 
 
 def is_path(name: str) -> bool:

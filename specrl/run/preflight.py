@@ -102,6 +102,10 @@ def check(config: Config, training: bool = True, read: bool = True) -> dict[str,
     """
     policy.find_model(config)
     policy.find_tokenizer(config)
+    if config.dataset.tools:
+        from specrl.run.tools import load_tools
+
+        load_tools(tuple(config.dataset.tools))
     cache = config.rollout.cache
     if training and cache.start_from and not Path(cache.start_from).is_dir():
         raise ConfigError(f"rollout.cache.start_from={cache.start_from} does not exist. Give another, or leave it out.")
@@ -153,6 +157,10 @@ def _prompt_lines(config: Config, prompts: Sequence[Example]) -> list[str]:
     from specrl.run.prompts import check_lengths, described
 
     tokenizer = policy.load_tokenizer(config)
+    if config.dataset.tools:
+        from specrl.run.toolbox import Toolbox
+
+        Toolbox(tokenizer, config.dataset)
     model = policy.outline(config)
     policy.ends(config, model, tokenizer)
     if config.lora.targets:

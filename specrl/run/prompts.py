@@ -34,9 +34,14 @@ class Prompt:
     messages: list[dict[str, Any]] | None
     """The messages of a chat; None if the prompt is plain text."""
 
-    def sample(self, completion: str, answer: str | None, fields: dict[str, Any]) -> Sample:
-        """The input of reward functions for one response to this prompt."""
-        return Sample(self.text, completion, answer, fields, self.messages)
+    def sample(self, completion: str | list[dict[str, Any]], answer: str | None, fields: dict[str, Any]) -> Sample:
+        """The input of reward functions for one response to this prompt.
+
+        Args: completion: the response's text, or the messages that followed the prompt; the last one is then the text.
+        """
+        if isinstance(completion, str):
+            return Sample(self.text, completion, answer, fields, self.messages)
+        return Sample(self.text, completion[-1]["content"], answer, fields, [*(self.messages or []), *completion])
 
 
 def render(example: Example, tokenizer: PreTrainedTokenizerBase, options: DatasetConfig) -> Prompt:
@@ -70,15 +75,17 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, options: DatasetConfig) ->
     if options.chat_template == "off":
         return ""
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
-    variables = options.chat_template_kwargs
-    if not template and (options.chat_template == "on" or variables):
-        option = "chat_template=on" if options.chat_template == "on" else f"chat_template_kwargs={plain(variables)}"
+    names = options.chat_template_kwargs
+    if not template and (options.chat_template == "on" or names or options.tools):
+        option = "chat_template=on" if options.chat_template == "on" else f"chat_template_kwargs={plain(names)}"
+        if options.tools:
+            option = f"tools={plain(options.tools)}"
         raise ConfigError(
             f"dataset.{option} needs a chat template, and the tokenizer has none. Try dataset.chat_template=auto and "
             "no dataset.chat_template_kwargs, or tokenizer=DIR_OR_HUB_ID, that of a chat model."
         )
     words = _words(template)
-    for variable in variables:
+    for variable in names:
         if variable not in words:
             raise ConfigError(
                 f"dataset.chat_template_kwargs sets {variable}, which the tokenizer's chat template does not read."
@@ -98,9 +105,13 @@ def _templated(
 ) -> str:
     from jinja2 import TemplateError
 
-    variables = {name: _value(text) for name, text in options.chat_template_kwargs.items()}
+    given = variables(options)
+    if options.tools:
+        from specrl.run.tools import load_tools
+
+        given["tools"] = load_tools(tuple(options.tools))[1]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **given)
     except TemplateError as error:  # for example a template that does not accept system messages
         raise ConfigError(
             f"The tokenizer's chat template refuses the messages of {name(example)}: {error}. Change the roles, leave "
@@ -108,6 +119,11 @@ def _templated(
         ) from error
     assert isinstance(text, str), "With tokenize=False a chat template gives text."
     return text
+
+
+def variables(options: DatasetConfig) -> dict[str, Any]:
+    """The variables of the chat template."""
+    return {name: _value(text) for name, text in options.chat_template_kwargs.items()}
 
 
 def _value(text: str) -> Any:
@@ -122,8 +138,8 @@ def described(example: Example, tokenizer: PreTrainedTokenizerBase, options: Dat
     """Two lines: whether a chat template is applied, and one rendered prompt, shortened to 80 characters."""
     set_by = f"dataset.chat_template={options.chat_template}"
     if chat_template(tokenizer, options):
-        variables = options.chat_template_kwargs
-        how = f"the tokenizer's ({set_by}{f', {plain(variables)}' if variables else ''})"
+        names = options.chat_template_kwargs
+        how = f"the tokenizer's ({set_by}{f', {plain(names)}' if names else ''})"
     else:
         how = f"not used ({set_by})" if options.chat_template == "off" else f"the tokenizer has none ({set_by})"
     return [f"Chat template: {how}.", f"A prompt: {shortened(repr(render(example, tokenizer, options).text), 68)}"]
@@ -138,11 +154,11 @@ def shortened(text: str, width: int) -> str:
 
 def seen(
     examples: Sequence[Example],
-    responses: Sequence[str],
+    responses: Sequence[str | list[dict[str, Any]]],
     tokenizer: PreTrainedTokenizerBase,
     options: DatasetConfig,
 ) -> list[Sample]:
-    """The input of reward functions for one response to each example."""
+    """The input of reward functions for one response to each example. Args: responses: texts, or messages each."""
     pairs = zip(examples, responses, strict=True)
     return [render(e, tokenizer, options).sample(text, e.answer, e.fields) for e, text in pairs]
 

@@ -110,6 +110,11 @@ def build(
     set_seed(config.seed)
     model, tokenizer, eos_ids = policy.load_policy(config, policy.trained_dtype(config))
     checkpoint = run_dir.agreed(checkpoint, model.device)
+    tools = None
+    if config.dataset.tools:
+        from specrl.run.toolbox import Toolbox
+
+        tools = Toolbox(tokenizer, config.dataset)
     check_lengths([*train, *test], tokenizer, config.dataset, policy.prompt_limit(config, model))
     data = data_digests(chat_template(tokenizer, config.dataset), train=train, test=test)
     if checkpoint:
@@ -149,6 +154,8 @@ def build(
             rollout=config.rollout,
             trainer=config.trainer,
             keeping=Keeping(log, receipts),
+            tools=tools,
+            max_turns=config.dataset.max_turns,
         )
         trainer = build_trainer(config, model, tokenizer, setup, run_dir.checkpoints)
         add_callbacks(config, trainer, data)
@@ -277,8 +284,11 @@ def scorer(rewards: RewardSet, tokenizer: PreTrainedTokenizerBase, prompts: Mapp
     Args: prompts: rendered prompts by example id.
     """
 
-    def score(rows: Sequence[dict], responses: Sequence[list[int]]) -> tuple[list[float | None], dict[str, Metric]]:
-        texts = tokenizer.batch_decode([*responses], skip_special_tokens=True)
+    def score(rows: Sequence[dict], responses: Sequence[list]) -> tuple[list[float | None], dict[str, Metric]]:
+        messages = any(isinstance(part, dict) for response in responses for part in response[:1])
+        texts: Sequence[Any] = responses
+        if not messages:
+            texts = tokenizer.batch_decode([*responses], skip_special_tokens=True)
         samples = []
         for row, text in zip(rows, texts, strict=True):
             fields = {name: value for name, value in row.items() if name not in ("prompt", "answer")}

@@ -46,6 +46,7 @@ RULES = {
     "easy": Level(steps=(3, 4), start=(20, 79), amount=(10, 49), largest=199, packs=0.0),
     "medium": Level(steps=(4, 7), start=(30, 149), amount=(10, 99), largest=399, packs=0.0),
     "hard": Level(steps=(6, 9), start=(100, 399), amount=(10, 199), largest=999, packs=0.25),
+    "large": Level(steps=(2, 4), start=(1000, 9999), amount=(100, 9999), largest=99_999, packs=0.0),
 }
 
 
@@ -56,7 +57,7 @@ def arithmetic(split: Literal["train", "test"], size: int, seed: int = 0, level:
         split: "train" or "test"; no prompt occurs in both.
         size: number of problems.
         seed: different seeds give different problems.
-        level: "easy", "medium", "hard", or "mixed" (shares in `MIX`).
+        level: "easy", "medium", "hard", "mixed" (shares in `MIX`), or "large" (numbers for a calculator).
     """
     return [_problem(split, index, seed, level) for index in range(size)]
 

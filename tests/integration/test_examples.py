@@ -71,6 +71,13 @@ def test_trl_reusing(script):
     assert script("trl_reusing.py")["turn"].batch.stats.accepted > 0
 
 
+@pytest.mark.slow
+def test_trl_tools(script):
+    turns = script("trl_tools.py")["trainer"].specrl.turns
+    assert len(turns) > 1, "the policy calls the tool"
+    assert all(turn.batch.stats.accepted > 0 for turn in turns[:2])
+
+
 @pytest.mark.long
 def test_trl_vllm(tmp_path):
     """In a process of its own, as vLLM is started in it."""

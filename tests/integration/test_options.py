@@ -67,6 +67,7 @@ CONFIGS = {  # what is not as packaged, besides SMALL
     "ppo_gsm8k": HERE,
     "ppo_math": {},
     "ray_grpo_math": {"cluster.num_workers": 0},  # with workers: test_ray.py
+    "tools_math": {"model": "tiny_tools", "rollout.max_new_tokens": 24},
     "reasoning_math": REASONING,  # with vLLM and workers: test_vllm.py
     "reasoning_math_7b": REASONING | {"rollout.vllm.tensor_parallel": 1},
 }

@@ -53,6 +53,48 @@ def test_gae_by_hand(gamma, lam, want):
     assert torch.allclose(returns, advantages + VALUES * MASK)
 
 
+GAP = torch.tensor([[1.0, 1, 0, 0, 1, 1, 0]])
+"""Two tokens of the policy, two of a tool, two of the policy, padding."""
+
+
+def across_a_gap(values) -> bool:
+    """By hand: as the tokens of the policy alone, one after the other."""
+    rewards, critic = torch.zeros(1, 7), torch.tensor([[0.5, 0.4, 9.0, -9.0, 0.6, 0.2, 7.0]])
+    rewards[0, 5] = 1
+    advantages, returns = values(rewards, critic, GAP, gamma=0.9, lam=0.8)
+    # delta: 0.9 * 0.4 - 0.5, 0.9 * 0.6 - 0.4, 0.9 * 0.2 - 0.6, 1 - 0.2; each plus 0.72 times the advantage after it
+    last = 0.8
+    third = -0.42 + 0.72 * last
+    second = 0.14 + 0.72 * third
+    want = [[-0.14 + 0.72 * second, second, 0, 0, third, last, 0]]
+    return close(advantages, want) and torch.allclose(returns, advantages + critic * GAP)
+
+
+def test_gae_steps_over_the_tokens_of_tools():
+    assert across_a_gap(gae)
+    totals, kl = torch.tensor([2.0]), torch.full((1, 7), 0.1)
+    assert close(token_rewards(totals, kl, GAP, 0.0), [[0, 0, 0, 0, 0, 2, 0]]), "once, at the end"
+    assert close(token_rewards(totals, kl, GAP, 1.0), [[-0.1, -0.1, 0, 0, -0.1, 1.9, 0]])
+
+
+def test_control_values_of_tokens_of_tools_are_found():
+    def every_token(rewards, values, mask, **options):
+        """GAE that takes the tool's tokens for steps."""
+        return gae(rewards, values, torch.ones_like(mask), **options)
+
+    def ends_at_the_gap(rewards, values, mask, *, gamma, lam):
+        advantage, advantages = torch.zeros(1), torch.zeros_like(values)
+        following = advantage
+        for t in reversed(range(values.shape[1])):
+            advantage = (rewards[:, t] + gamma * following - values[:, t] + gamma * lam * advantage) * mask[:, t]
+            advantages[:, t] = advantage
+            following = values[:, t] * mask[:, t]
+        return advantages, advantages + values * mask
+
+    assert not across_a_gap(every_token)
+    assert not across_a_gap(ends_at_the_gap)
+
+
 def test_gae_looks_past_no_end():
     """Values and rewards of padding and of masked rows have no influence. Unmasked padding does."""
     values, rewards = VALUES.clone(), REWARDS.clone()

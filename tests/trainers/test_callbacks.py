@@ -13,7 +13,7 @@ from specrl.trainers import callbacks
 from specrl.trainers.callbacks import OTHERS, Record, StepMetrics, StopOnSignal
 from specrl.trainers.correction import measured_weights
 
-PARTS = dict(zip(OTHERS, (0.5, 10.0, 2.0, 3.0, 0.375, 1.125, 4.0, 1.0), strict=True))
+PARTS = dict(zip(OTHERS, (0.5, 10.0, 0.0, 2.0, 3.0, 0.375, 1.125, 4.0, 1.0), strict=True))
 WITHIN = {"lookup": 1.0, "store": 1.0, "prefill": 1.0, "draft": 1.0, "verify": 1.0, "decode": 1.0, "route": 1.0}
 
 

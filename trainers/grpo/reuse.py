@@ -23,11 +23,11 @@ from specrl.rollout.reduction import Metric, merged
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, RolloutError, Row
 from specrl.trainers.checkpoint import EVALUATIONS
-from specrl.trainers.grpo.conversations import Conversation, begin, match
+from specrl.trainers.conversations import Conversation, begin, match
 from specrl.trainers.grpo.limits import INSTALL, check_trainer
-from specrl.trainers.grpo.turns import Turn, control_metrics, turn_metrics
 from specrl.trainers.grpo.vllm import TRLEngine
 from specrl.trainers.tools import ToolResults
+from specrl.trainers.turns import Turn, control_metrics, turn_metrics
 from specrl.trainers.weights import check_shared
 
 STATE = "specrl"

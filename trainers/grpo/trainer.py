@@ -158,11 +158,14 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         rows = self.rollouts.train_batch.rows
         completions = self.rollouts.train_batch.batch.completions
         stand_in = [self.processing_class.pad_token_id]  # TRL accepts no empty response; masked afterwards
-        return {
+        output: dict[str, list] = {
             "prompt_ids": [list(row.prompt) for row in rows],
             "completion_ids": [stand_in if c.failure else c.tokens for c in completions],
             "logprobs": [[0.0] if c.failure else c.logprobs for c in completions],
         }
+        if any(c.mask is not None for c in completions):  # TRL's `tool_mask`
+            output["env_mask"] = [c.mask or [1] * max(1, len(c.tokens)) for c in completions]
+        return output
 
     def _total_reward(self, **_: Any) -> list[float | None]:
         """TRL's reward function: one total per row. TRL 1.16 excludes None from the group's baseline."""
@@ -185,7 +188,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         if self.num_iterations > 1 and self.rollouts.batch_is_current:
             inputs.setdefault("old_per_token_logps", self._logps)  # for the ratios of later updates
         if self.model.training and self.rollouts.batch_is_current:
-            mask = inputs["completion_mask"].bool()
+            mask = _loss_mask(inputs).bool()
             gap = (self._logps - inputs["sampling_per_token_logps"]).abs()[mask]
             if gap.numel():
                 name = "sampling/sampling_logp_difference"
@@ -204,7 +207,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         logprobs = out["sampling_per_token_logps"]
         if self.rollouts.old_from_engine:
             out["old_per_token_logps"] = logprobs
-        ratios = self.rollouts.importance(logprobs, out["completion_mask"], lambda: self._trainer_logps(out))
+        ratios = self.rollouts.importance(logprobs, _loss_mask(out), lambda: self._trainer_logps(out))
         if ratios is not None:
             out["advantages"] = out["advantages"][:, None] * ratios
         return out
@@ -216,7 +219,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         token's log-prob. Loss and gradient equal GSPO's if a response has one advantage. With TRL's single ratio per
         response, the gradient of the KL penalty would differ.
         """
-        mask = inputs["completion_mask"]
+        mask = _loss_mask(inputs)
         mean = ((self._logps - inputs["old_per_token_logps"]) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
         return self._logps - mean[:, None]
 
@@ -225,7 +228,8 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         takes before this, is replaced, and the losses BY_ROWS, which divide by all rows, get a factor."""
         mask = out["completion_mask"]
         scored = torch.tensor([reward is not None for reward in self.rollouts.train_batch.rewards], device=mask.device)
-        out["completion_mask"] = mask = mask * scored[:, None]
+        out["completion_mask"] = mask * scored[:, None]
+        mask = _loss_mask(out)
         share = torch.stack([mask.sum(), scored.sum(), torch.tensor(len(scored), device=mask.device)])
         tokens, known, rows = self.accelerator.gather(share).view(-1, 3).sum(0)
         out["num_items_in_batch"], out["rows_per_scored_row"] = tokens, rows / known.clamp(min=1)
@@ -263,6 +267,12 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         spent_s = time.perf_counter() - began
         self.note({"timing_s/ref_log_prob": seconds(spent_s), "reference/reused_ratio": mean(reused, len(ids))})
         return logps
+
+
+def _loss_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
+    """1 for tokens that the policy sampled and the loss counts [B, T]; `completion_mask` includes those of tools."""
+    mask = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 def grpo_config(trainer: TrainerConfig, rollout: RolloutConfig, **run: Any) -> GRPOConfig:

@@ -34,7 +34,7 @@ class Responses:
     attention: Tensor
     """1 for tokens, 0 for padding [B, P + T]."""
     mask: Tensor
-    """1 for tokens of rows with a reward, later only of those that are trained on; else 0 [B, T]."""
+    """1 for the policy's tokens of rows with a reward, later only of those that are trained on; else 0 [B, T]."""
     rollout_logprobs: Tensor
     """The engine's log-probs [B, T]."""
 
@@ -56,6 +56,8 @@ class Responses:
             attention[i, start : prompt_length + length] = 1
             logprobs[i, :length] = torch.tensor(c.logprobs)
             mask[i, :length] = float(known[i])
+            if c.mask is not None:
+                mask[i, :length] *= torch.tensor(c.mask)
         return Responses(ids.to(device), attention.to(device), mask.to(device), logprobs.to(device))
 
     @property
@@ -251,7 +253,7 @@ def response_metrics(
         group_size: responses of a prompt.
         gather: concatenates a tensor over all processes.
     """
-    lengths = gather(torch.tensor([len(c.tokens) for c in done], device=totals.device))
+    lengths = gather(torch.tensor([c.sampled for c in done], device=totals.device))
     ended = gather(torch.tensor([c.finish == "stop" and not c.failure for c in done], device=totals.device))
     rewards = gather(totals)
     groups = rewards.view(-1, group_size)

@@ -1,7 +1,7 @@
 """PPO's formulas as pure functions: rewards to advantages, and log-probs and values to losses.
 
-Tensors [B, T] run over response tokens. A mask is 1 up to the end of a response and 0 after it, and 0 everywhere in a
-row that has no response or no reward.
+Tensors [B, T] run over response tokens. A mask is 1 for tokens of the policy, 0 for those of tools between them and
+after the end, and 0 everywhere in a row that has no response or no reward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def token_rewards(totals: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tens
         kl: estimate of log(policy / reference) at each token [B, T].
         beta: weight of the penalty.
     """
-    ends = mask * (1 - torch.nn.functional.pad(mask, (0, 1))[:, 1:])  # 1 on the last token of each response
+    left = mask.flip(-1).cumsum(-1).flip(-1)  # tokens of the policy from here on
+    ends = mask * (left == 1)  # 1 on the last one of each response
     return ends * totals.nan_to_num()[:, None] - beta * kl * mask
 
 
@@ -36,7 +37,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
     """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16): (advantages, returns).
 
     A_t = delta_t + gamma * lam * A_{t+1} with delta_t = r_t + gamma * V_{t+1} - V_t; nothing follows a response's end.
-    The returns are A + V, the critic's targets.
+    t + 1 is the policy's next token; those of tools in between are no steps. The returns are A + V, the critic's
+    targets.
 
     Args:
         rewards, values, mask: [B, T]; values[:, t] is the critic's value before token t.
@@ -48,10 +50,11 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
     next_value = torch.zeros_like(values[:, 0])
     advantage = next_value
     for t in reversed(range(values.shape[1])):
+        steps = mask[:, t].bool()
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = (delta + gamma * lam * advantage) * mask[:, t]
-        advantages[:, t] = advantage
-        next_value = values[:, t]
+        advantage = torch.where(steps, delta + gamma * lam * advantage, advantage)
+        advantages[:, t] = advantage * mask[:, t]
+        next_value = torch.where(steps, values[:, t], next_value)
     return advantages, advantages + values
 
 

@@ -34,6 +34,7 @@ SHIPPED = (
     "ray_grpo_math",
     "reasoning_math",
     "reasoning_math_7b",
+    "tools_math",
 )
 BASE = ("config=grpo_math",)
 

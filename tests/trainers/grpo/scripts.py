@@ -22,7 +22,7 @@ from specrl import reusing
 from specrl.rollout.config import RolloutConfig
 from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
-from specrl.trainers.grpo.turns import Turn
+from specrl.trainers.turns import Turn
 
 A, B = "Tom has 3 apples and buys 4 more. How many has he?", "Ann had 9 pens and lost 2. How many are left?"
 TEMPLATE = (

@@ -8,7 +8,7 @@ import torch
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.keys import Visits
 from specrl.rollout.types import RolloutError
-from specrl.trainers.grpo.conversations import Conversation, begin, match
+from specrl.trainers.conversations import Conversation, begin, match
 from tests.trainers.grpo.scripts import Run, assert_equal, make_conversations, train
 
 EPOCHS = {"num_train_epochs": 2}

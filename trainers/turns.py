@@ -1,4 +1,4 @@
-"""The turns of a batch under TRL: their cache entries, their metrics, and the same turns again without drafts."""
+"""The turns of a batch: their cache entries, their metrics, and under TRL the same turns again without drafts."""
 
 from __future__ import annotations
 
@@ -42,10 +42,15 @@ def turn_metrics(turns: Sequence[Turn]) -> dict[str, Metric]:
     if not any(c.passes for c in everything.completions):  # vLLM counts passes of all rows together
         metrics.pop("spec/passes_per_row")
     metrics["spec/reused_ratio"] = mean(everything.stats.accepted, sum(turn.tokens for turn in turns))
-    if later:
-        for i, turn in enumerate(turns):
-            metrics[f"spec/reused_ratio_turn{i}"] = mean(turn.batch.stats.accepted, turn.tokens)
-            metrics[f"timing_s/gen_turn{i}"] = seconds(turn.batch.total_s)
+    return metrics | (by_turn(turns) if later else {})
+
+
+def by_turn(turns: Sequence[Turn]) -> dict[str, Metric]:
+    """How much of each turn was reused, and its seconds."""
+    metrics: dict[str, Metric] = {}
+    for i, turn in enumerate(turns):
+        metrics[f"spec/reused_ratio_turn{i}"] = mean(turn.batch.stats.accepted, turn.tokens)
+        metrics[f"timing_s/gen_turn{i}"] = seconds(turn.batch.total_s)
     return metrics
 
 

@@ -1,0 +1,291 @@
+"""Tools of `dataset.tools`: calls and answers as chat messages and token ids, and tools that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from benchmarks.tiny_policy import build_tokenizer
+from benchmarks.tiny_tools import ASSISTANT, build_tools_tokenizer, conversation
+from specrl.config import load as cli
+from specrl.config.options import ConfigError
+from specrl.config.schema import DatasetConfig
+from specrl.run.data import Example
+from specrl.run.prompts import render, seen
+from specrl.run.tasks import arithmetic
+from specrl.run.toolbox import LONGEST, Toolbox
+from specrl.run.tools import calculate, load_tools
+
+HERE = "tests.specrl.run.test_tools"
+
+
+def fail(expression: str) -> str:
+    """Raises.
+
+    Args:
+        expression: any.
+    """
+    raise ValueError("no such " + expression)
+
+
+def leave(expression: str) -> str:
+    """Ends the program.
+
+    Args:
+        expression: any.
+    """
+    raise SystemExit(3)
+
+
+def hang(expression: str) -> str:
+    """Takes a minute.
+
+    Args:
+        expression: any.
+    """
+    time.sleep(60)
+    return "late"
+
+
+def flood(expression: str) -> str:
+    """Returns megabytes.
+
+    Args:
+        expression: any.
+    """
+    return "9" * 3_000_000
+
+
+async def later(expression: str) -> str:
+    """Answers after a moment.
+
+    Args:
+        expression: any.
+    """
+    await asyncio.sleep(0.2)
+    return f"later {expression}"
+
+
+async def hang_later(expression: str) -> str:
+    """Takes a minute.
+
+    Args:
+        expression: any.
+    """
+    await asyncio.sleep(60)
+    return "late"
+
+
+async def block(expression: str) -> str:
+    """Takes a minute and lets nothing else run.
+
+    Args:
+        expression: any.
+    """
+    time.sleep(60)
+    return "late"
+
+
+def untyped(expression):
+    """Has no types.
+
+    Args:
+        expression: any.
+    """
+
+
+NOT_A_FUNCTION = 3
+
+
+def toolbox(*names: str, timeout_s: float = 30.0) -> Toolbox:
+    tools = [name if ":" in name else f"{HERE}:{name}" for name in names]
+    return Toolbox(build_tools_tokenizer(), DatasetConfig(tools=tools, tool_timeout_s=timeout_s))
+
+
+def call(name: str, **arguments) -> dict:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def ask(box: Toolbox, *calls: dict) -> list[str]:
+    """What the model reads of these calls of one response."""
+    (answer,) = box.answer([[*calls]])
+    return [message["content"] for message in answer.messages]
+
+
+def counted(box: Toolbox) -> dict[str, float]:
+    return {name: float(value) for name, value in box.take_metrics(2).items()}
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+
+def test_calls_are_parsed_and_answers_rendered_as_the_chat_template_does():
+    """Piece by piece the same token ids as those of the whole conversation."""
+    tokenizer, box = build_tools_tokenizer(), toolbox("specrl.run.tools:calculate")
+    messages = conversation(arithmetic("train", 1, level="large")[0])
+    whole = tokenizer.apply_chat_template(messages, return_dict=False)
+    opening = tokenizer.convert_tokens_to_ids(ASSISTANT)
+    ids, said = whole[: whole.index(opening) + 1], messages[:1]
+    while len(ids) < len(whole):
+        response = whole[len(ids) : whole.index(tokenizer.eos_token_id, len(ids)) + 1]
+        message = box.message(ids, response)
+        ids, said = [*ids, *response], [*said, message]
+        if calls := message.get("tool_calls"):
+            (answer,) = box.answer([calls])
+            ids, said = [*ids, *answer.tokens], [*said, *answer.messages]
+    assert ids == whole
+    assert said == messages
+
+
+@pytest.mark.parametrize("text", ["<call>", "<call>calculate", "</call> 3 + 4", "<call></call>", "#### 5"])
+def test_text_that_is_no_call_is_text(text):
+    tokenizer, box = build_tools_tokenizer(), toolbox("specrl.run.tools:calculate")
+    message = box.message([], tokenizer(text).input_ids)
+    (answer,) = box.answer([message["tool_calls"]]) if "tool_calls" in message else [None]
+    assert message["role"] == "assistant"
+    assert answer is None or "error" in answer.messages[0]["content"]
+    assert box.message([], []) == {"role": "assistant", "content": ""}
+
+
+def test_rewards_see_the_whole_conversation():
+    tokenizer = build_tools_tokenizer()
+    options = DatasetConfig(tools=["specrl.run.tools:calculate"])
+    problem = arithmetic("train", 1, level="large")[0]
+    user, *said = conversation(problem)
+    (sample,) = seen([Example("a", problem.prompt, problem.answer, {})], [said], tokenizer, options)
+    assert sample.messages == [user, *said]
+    assert sample.completion == f"#### {problem.answer}"
+    assert sample.prompt == render(Example("a", problem.prompt, "", {}), tokenizer, options).text
+
+
+# Tools ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_calculator():
+    assert [calculate(e) for e in ("12 + 30", "5 - 7", " 6*7 ")] == [42, -2, 42]
+    for wrong in ("", "1 + 2 + 3", "2 ** 9", "__import__('os')"):
+        with pytest.raises(ValueError, match="whole numbers"):
+            calculate(wrong)
+
+
+def test_results_of_deterministic_tools_are_kept():
+    box = toolbox("specrl.run.tools:calculate")
+    for _ in range(2):
+        assert ask(box, call("calculate", expression="2 + 3"), call("calculate", expression="2 * 3")) == ["5", "6"]
+    assert len(box.results) == 2
+    assert counted(box)["tools/kept_ratio"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (call("fail", expression="x"), "no such x"),
+        (call("fail", other="x"), "unexpected keyword"),
+        ({"function": {"name": "fail", "arguments": "x"}}, "mapping"),
+        (call("nothing"), "Tool nothing not found."),
+        (call("leave", expression="x"), "sys.exit"),
+    ],
+)
+def test_a_call_that_fails_has_an_error_as_its_answer(made, reason):
+    box = toolbox("fail", "leave")
+    (text,) = ask(box, made)
+    assert text.startswith("{'error': ")
+    assert reason in text
+    metrics = counted(box)
+    assert (metrics["tools/call_frequency"], metrics["tools/failure_frequency"]) == (0.5, 1.0)
+    assert metrics["tools/timeouts"] == 0
+
+
+@pytest.mark.parametrize("name", ["hang", "hang_later", "block"])
+def test_a_tool_that_hangs_is_left_behind(name):
+    box = toolbox(name, "later", timeout_s=0.3)
+    began = time.monotonic()
+    (text,) = ask(box, call(name, expression="x"))
+    assert "no result within 0.3 s" in text
+    assert time.monotonic() - began < 30, "it takes a minute"
+    assert ask(box, call("later", expression="y")) == ["later y"], "the next call is made"
+    metrics = counted(box)
+    assert (metrics["tools/timeouts"], metrics["tools/failure_frequency"]) == (1, 0.5)
+
+
+def test_megabytes_are_cut():
+    box = toolbox("flood")
+    (text,) = ask(box, call("flood", expression="x"))
+    assert len(text) < LONGEST + 100
+    assert "cut from 3000000 characters" in text
+    assert counted(box)["tools/cut"] == 1
+
+
+def test_asynchronous_tools_keep_the_order_of_the_calls():
+    box = toolbox("later", "fail", "specrl.run.tools:calculate")
+    made = [[call("later", expression="a"), call("calculate", expression="1 + 1")], [call("later", expression="b")]]
+    answers = box.answer(made)
+    assert [[m["content"] for m in answer.messages] for answer in answers] == [["later a", "2"], ["later b"]]
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["calculate"], "is not module:function"),
+        (["nowhere_at_all:calculate"], "cannot be imported"),
+        (["specrl.run.tools:calculat"], "Did you mean 'calculate'"),
+        ([f"{HERE}:NOT_A_FUNCTION"], "must be a function"),
+        ([f"{HERE}:untyped"], "Give each argument a type"),
+        (["specrl.run.tools:calculate", "specrl.run.tools:calculate"], "name twice"),
+    ],
+)
+def test_functions_that_cannot_be_tools_are_refused(names, reason):
+    with pytest.raises(ConfigError, match=reason) as refused:
+        load_tools(tuple(names))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["rollout.acceptance=lenient"], "rollout.acceptance=lenient"),
+        (["rollout.replay=0.5"], "rollout.replay=0.5"),
+        (["trainer.drafter.train=true", "rollout.drafter=head"], "trainer.drafter.train=true"),
+        (["dataset.chat_template=off"], "dataset.chat_template=off"),
+        (["dataset.tool_timeout_s=0"], "dataset.tool_timeout_s=0"),
+    ],
+)
+def test_options_that_do_not_go_with_tools_are_refused(words, reason):
+    with pytest.raises(ConfigError) as refused:
+        cli.load(["config=grpo_math", "dataset.tools=[specrl.run.tools:calculate]", *words])
+    (line,) = [line for line in str(refused.value).splitlines() if reason in line]
+    assert "dataset.t" in line
+    assert "Try " in line
+
+
+def test_tokenizers_that_cannot_express_tools_are_refused():
+    options = DatasetConfig(tools=["specrl.run.tools:calculate"])
+    silent, deaf, forgetful = (build_tools_tokenizer() for _ in range(3))
+    silent.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    deaf.response_template = None
+    forgetful.chat_template = f"{{{{ messages | length }}}}{forgetful.chat_template}"
+    for tokenizer, reason in (
+        (silent, "leaves out calls"),
+        (deaf, "no response_template"),
+        (forgetful, "changes earlier"),
+    ):
+        with pytest.raises(ConfigError, match=reason) as refused:
+            Toolbox(tokenizer, options)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(ConfigError, match="needs a chat template"):
+        render(Example("a", "p", "", {}), build_tokenizer(), options)
+
+
+def test_a_chat_template_that_trl_knows_gets_its_response_template():
+    from trl import chat_template_utils
+
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = chat_template_utils.qwen3_chat_template
+    Toolbox(tokenizer, DatasetConfig(tools=["specrl.run.tools:calculate"]))
+    assert tokenizer.response_template
+    assert tokenizer.chat_template != chat_template_utils.qwen3_chat_template, "that one renders earlier turns anew"
