@@ -72,7 +72,7 @@ def main(options: VerifyOptions) -> int:
                 f"No row of step {step} belongs to a prompt of data={config.data}. Restore the run's data."
             )
         differing = check(config, served, examples, first_turns, texts_of(folder, step))
-    for line in told(folder, step, first_turns, differing, served):
+    for line in receipt_lines(folder, step, first_turns, differing, served):
         print(line)
     if left := len(receipts) - len(first_turns):
         print(f"{counted(left, 'row')} of later turns left out: the run does not keep their prompts.")
@@ -213,7 +213,7 @@ def gap_at(config: Config, served: Serving, request: Request, before: list[int],
     return float(scores[0, drawn] - scores[0, claimed])
 
 
-def told(
+def receipt_lines(
     folder: Path, step: int, receipts: Sequence[Receipt], differing: Sequence[Divergence], served: Serving
 ) -> list[str]:
     """The lines of the receipt."""

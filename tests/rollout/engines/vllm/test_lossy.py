@@ -91,7 +91,7 @@ def test_it_is_the_judge_of_the_transformers_engine(judging, golden, threshold, 
     assert bool(differing(done, want, 1e-3)) == (threshold > 0), "a judge that accepts nothing is exact"
     logprobs = [logprob for c in done for logprob in c.behaviour_logprobs]
     stored = sum(logprob < -0.5 and (-0.5 - logprob) * 1024 % 1 == 0 for logprob in logprobs)
-    assert (stored > 0) == (threshold > 0)
+    assert (stored > 2) == (threshold > 0), "by chance a log-prob of the policy can look like a stored one"
 
 
 def test_small_steps_and_shared_prompts_change_nothing(judging, golden):
