@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -44,13 +45,19 @@ def run(program: str, stdin: str = "", *, seconds: float, memory_mb: int) -> Ran
     Raises:
         TimeoutError: it took longer.
     """
-    with tempfile.TemporaryDirectory(prefix="specrl-code-") as folder, tempfile.TemporaryFile() as output:
+    with (
+        tempfile.TemporaryDirectory(prefix="specrl-code-") as folder,
+        tempfile.TemporaryFile() as given,
+        tempfile.TemporaryFile() as output,
+    ):
+        given.write(stdin.encode(errors="replace"))
+        given.seek(0)
         path = os.path.join(folder, "program.py")
         with open(path, "w", encoding="utf-8", errors="replace") as file:
             file.write(program)
         process = subprocess.Popen(
             [sys.executable, "-I", path],
-            stdin=subprocess.PIPE,
+            stdin=given,
             stdout=output,
             stderr=subprocess.DEVNULL,
             cwd=folder,
@@ -58,16 +65,26 @@ def run(program: str, stdin: str = "", *, seconds: float, memory_mb: int) -> Ran
             start_new_session=True,
             preexec_fn=lambda: _confine(seconds, memory_mb),
         )
+        ended = False
         try:
-            process.communicate(stdin.encode(errors="replace"), timeout=seconds)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"the program ran for more than {seconds:g} s") from None
-        finally:
+            ended = _wait(process.pid, seconds)
+        finally:  # its process id is not given to another process before it is reaped
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        if not ended:
+            raise TimeoutError(f"the program ran for more than {seconds:g} s")
         output.seek(0)
         return Ran(process.returncode, output.read(MAX_OUTPUT).decode(errors="replace"))
+
+
+def _wait(pid: int, seconds: float) -> bool:
+    """Whether a child ends within this time. It is not reaped."""
+    handle = os.pidfd_open(pid)
+    try:
+        return bool(select.select([handle], [], [], seconds)[0])
+    finally:
+        os.close(handle)
 
 
 def _confine(seconds: float, memory_mb: int) -> None:

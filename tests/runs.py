@@ -277,7 +277,7 @@ class Watch:
 
     def __call__(self, trainer) -> None:
         rollout, inside = trainer.rollouts.source, []
-        self._time(trainer, rollout, "generate", lambda call: "gen" if _training(call) else "reuse_gap", inside)
+        self._time(trainer, rollout, "generate", lambda call: PARTS[call.get("domain", "rollout")], inside)
         self._time(trainer, rollout, "plain", lambda call: "control", inside)
         self._time(trainer, rollout.engine, "generate", lambda call: "engine" if inside == ["gen"] else "", [])
         self._time(trainer, trainer.accelerator, "backward", lambda call: "update", [])
@@ -315,12 +315,9 @@ class Watch:
         assert sum(seen[key] for key in ("gen", "control", "reuse_gap", "drafter", "update")) <= recorded["step"]
 
 
+PARTS = {"rollout": "gen", "control": "reuse_gap", "eval": "eval"}
+"""What a rollout of each domain is part of."""
 TIMED = ("gen", "store", "control", "reuse_gap", "drafter", "update", "step")
-
-
-def _training(options: dict) -> bool:
-    """Whether a rollout with these options is one that is trained on."""
-    return not options.get("fresh") and options.get("domain", "rollout") == "rollout"
 
 
 def by_two_processes(folder: Path, program: str, timeout: float, **environment: str) -> tuple[list[dict], list[str]]:

@@ -194,9 +194,8 @@ def evaluations(evals: Sequence[dict]) -> dict | None:
     result = {name: mean(drafted, key) for name, key in names.items()}
     result |= {"count": len(drafted), "of": len(evals), "gen_s": total(drafted, "eval/gen_s")}
     sentence = (
-        f"Evaluations: {len(drafted)} of {len(evals)} drafted from the texts of the one before. They took "
-        f"{result['passes_per_row']:.1f} passes a row (slowest {result['passes_max']:.0f}) where plain decoding takes "
-        f"{result['plain_passes_per_row']:.1f} (slowest {result['plain_passes_max']:.0f})."
+        f"Evaluations with drafts ({len(drafted)} of {len(evals)}): {result['passes_per_row']:.1f} passes a row, plain "
+        f"decoding {result['plain_passes_per_row']:.1f}"
     )
     return result | {"sentence": sentence}
 
@@ -217,8 +216,8 @@ def reward_difference(run: RunRecords, baseline: RunRecords | None) -> dict | No
     mean = fmean(differences)
     half = student(n - 1) * stdev(differences) / n**0.5
     sentence = (
-        f"Reward minus the baseline's, step by step under the same noise: {mean:+.3f} (95 % interval "
-        f"{mean - half:+.3f} to {mean + half:+.3f} over {counted(n, 'step')} of this one seed)."
+        f"Reward minus the baseline's: {mean:+.3f} (95 % interval {mean - half:+.3f} to {mean + half:+.3f}, "
+        f"{counted(n, 'step')})"
     )
     return {"mean": mean, "low": mean - half, "high": mean + half, "n": n, "sentence": sentence}
 

@@ -72,6 +72,6 @@ def test_evaluations(tmp_path):
     command = [sys.executable, "-m", "benchmarks.evaluations", *small]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    first, last = figures(out)["evaluations"]
+    first, *_, last = figures(out)["evaluations"]
     assert (first["step"], last["step"]) == (0, 8)
     assert last["with"]["eval/passes_per_row"] < last["without"]["eval/passes_per_row"]

@@ -101,6 +101,7 @@ NEEDS = {
     },
     "rollout.ahead": {"auto": "tests/integration/test_ray.py", "off": EXACT},
     "rollout.cache.clear": {ALL: EXACT},
+    "rollout.cache.log": {"true": EXACT},
     "rollout.cache.on_write_error": {ALL: EXACT},
     "rollout.judged.by": {"judge": {**JUDGE, "rollout.sources": "[]"}, "kl": JUDGED},
     "rollout.judged.uncorrected": {"true": {**JUDGE, "trainer.correction": "none"}},

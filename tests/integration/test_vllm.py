@@ -129,4 +129,4 @@ def test_reasoning_math_on_vllm_workers_with_rollouts_ahead_is_the_run_without_d
     exact = vllm(tmp_path, model, name="exact", **small)
     off = vllm(tmp_path, model, name="off", rollout__acceptance="off", **small)
     assert differences(off, exact) == []
-    assert exact.steps[-1].reuse > 0.1
+    assert max(step.reuse for step in exact.steps) > 0.1

@@ -65,8 +65,8 @@ def records(folder) -> list[dict]:
 
 def test_the_run_directory(finished):
     folder, _ = finished
-    names = ["checkpoints", "completions", "config.yaml", "environment.json", "metrics.jsonl", "model"]
-    names += ["report.json", "report.md", "report.png", "run.lock", "trajectories"]
+    names = ["checkpoints", "completions", "config.yaml", "digests.jsonl", "environment.json", "evaluations"]
+    names += ["metrics.jsonl", "model", "report.json", "report.md", "report.png", "run.lock", "trajectories"]
     assert sorted(path.name for path in folder.iterdir()) == names
     assert sorted(p.name for p in (folder / "checkpoints").glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
     assert sorted(p.name for p in (folder / "completions").iterdir()) == [f"step_{step}.parquet" for step in (1, 3, 6)]

@@ -183,7 +183,7 @@ def test_a_row_is_lost_when_a_pass_brings_one_token_and_not_the_texts():
 def test_a_request_that_is_run_again_begins_anew(source):
     """After a restart it is called as often, follows the same text first, and knows the tokens of the first run."""
     old, rng = OLD[:8], random.Random(3)
-    given = {"own": {"old": old}, "newest": {}, "ahead": {"ahead": old}}[source]
+    given = {"own": {"old": old}, "newest": {}, "ahead": {"keyed": old}}[source]
     again = SuffixDrafter(PromptTexts([old]), **given)
     for truth in ([50] * 30 + old[:5], [7, *old], old, [rng.randrange(50) for _ in range(40)] * 2):
         new = SuffixDrafter(PromptTexts([old]), **given)

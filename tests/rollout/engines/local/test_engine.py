@@ -182,7 +182,7 @@ def test_every_sampling_law(golden, law):
     sampling = SamplingParams(EOS_IDS, *law)
     want = reference(model, requests_of(cases), sampling)
     engine = engine_of(model, sampling, window=6)
-    assert differing(engine.generate(requests_of(cases))[0], want) == []
+    assert differing(engine.generate(requests_of(cases))[0], want, 1e-4) == []
     drafters = drafts_of_every_quality([t for t, _, _ in want])
     done, stats = engine.generate(requests_of(cases, drafters))
     assert differing(done, want) == []
