@@ -68,10 +68,13 @@ def test_twins(tmp_path):
 
 def test_evaluations(tmp_path):
     out = tmp_path / "out.json"
-    small = ["trainer.max_steps=8", "trainer.eval_prompts=2", "rollout.max_new_tokens=16", f"out={out}"]
+    small = ["trainer.max_steps=8", "trainer.eval_prompts=8", "rollout.max_new_tokens=64", f"out={out}"]
     command = [sys.executable, "-m", "benchmarks.evaluations", *small]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    first, *_, last = figures(out)["evaluations"]
-    assert (first["step"], last["step"]) == (0, 8)
-    assert last["with"]["eval/passes_per_row"] < last["without"]["eval/passes_per_row"]
+    evaluations = figures(out)["evaluations"]
+    assert {name: [record["step"] for record in records] for name, records in evaluations.items()} == {
+        name: [0, 8] for name in ("last texts", "no last texts", "plain")
+    }
+    last, none, plain = (records[-1]["eval/passes_per_row"] for records in evaluations.values())
+    assert last < none <= plain
