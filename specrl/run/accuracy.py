@@ -119,7 +119,7 @@ def evaluate(
 
 
 Responses = tuple[list[Completion], list, EngineStats, dict[str, float]]
-"""Completions; of those that did not fail the texts, or messages, that rewards score; counts; metrics of what it cost."""
+"""Completions; texts or messages of those that did not fail, for the rewards; counts; metrics of what it cost."""
 
 
 def _single_turns(
