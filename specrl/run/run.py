@@ -26,6 +26,7 @@ from specrl.rollout.speculative import SpeculativeRollout
 from specrl.run import policy
 from specrl.run.accuracy import last_texts
 from specrl.run.data import Example, left_out, to_dataset
+from specrl.run.lora import adapter
 from specrl.run.prompts import Prompt, chat_template, check_lengths, described, render
 from specrl.run.run_dir import RunDir, data_digests, same_data
 from specrl.trainers.callbacks import ShortHistory, StopOnSignal
@@ -258,7 +259,7 @@ def build_trainer(
         "world": PartialState(cpu=cpu).num_processes,
         "trackers": config.report.trackers,
     }
-    lora = policy.adapter(config.lora, model) if config.lora.rank or config.lora.targets else None
+    lora = adapter(config.lora, model) if config.lora.rank or config.lora.targets else None
     if config.trainer.algorithm == "ppo":
         from specrl.trainers.arguments import ppo_arguments
         from specrl.trainers.ppo.trainer import PPOTrainer
