@@ -83,7 +83,7 @@ def main(config: TwinsConfig, words: Sequence[str]) -> int:
     show(lines)
     print(json.dumps({key: value for key, value in result.items() if key != "arms"}, indent=1))
     if config.out:
-        result |= {"words": list(words), "machine": machine()}
+        result |= {"words": [word for word in words if not word.startswith("out=")], "machine": machine()}
         Path(config.out).write_text(json.dumps(rounded(result), indent=1) + "\n", encoding="utf-8")
     return 0
 
