@@ -95,8 +95,8 @@ def _drafter_rules(c: Config) -> Iterator[str]:
         yield "<rollout.drafter> is untrained: none of its drafts would be accepted. Try trainer.drafter.train=true."
     if train and not r.drafter:
         yield f"<trainer.drafter.train> has no draft model. {DRAFTER}."
-    if train and r.acceptance != "exact":
-        yield "<trainer.drafter.train> learns from exact verification. Try rollout.acceptance=exact."
+    if train:
+        yield from _training_drafter_rules(c)
     if r.acceptance not in ("judged", "routed"):
         return
     section = r.judged if r.acceptance == "judged" else r.routed
@@ -107,6 +107,29 @@ def _drafter_rules(c: Config) -> Iterator[str]:
         yield f"<{by}> needs rollout.{r.acceptance}.path, a directory from specrl.train_router or specrl.train_judge."
     if c.cluster.num_workers:
         yield "<rollout.acceptance> cannot be combined with <cluster.num_workers>. Try cluster.num_workers=0."
+
+
+def _training_drafter_rules(c: Config) -> Iterator[str]:
+    acceptance = c.rollout.acceptance
+    if acceptance == "routed":
+        yield (
+            "<trainer.drafter.train> would change the draft model, and the router of <rollout.acceptance> was trained "
+            "for it as it is. Try rollout.acceptance=exact."
+        )
+    elif acceptance not in ("exact", "judged"):
+        yield "<trainer.drafter.train> has no effect with <rollout.acceptance>. Try rollout.acceptance=exact."
+    if acceptance != "judged":
+        return
+    if c.trainer.drafter.patience:
+        yield (
+            "<trainer.drafter.patience> ends co-training by the clock, and with <rollout.acceptance> the draft model "
+            "decides what is sampled. Try trainer.drafter.patience=0."
+        )
+    if c.trainer.drafter.interval > 1:
+        yield (
+            "<trainer.drafter.interval> keeps texts between steps, which no checkpoint holds, and with "
+            "<rollout.acceptance> the draft model decides what is sampled. Try trainer.drafter.interval=1."
+        )
 
 
 def _algorithm_rules(c: Config) -> Iterator[str]:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from accelerate import DistributedType
-
 from specrl.config.schema import Config
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.head import load_drafter
-from specrl.rollout.types import RolloutError
 from specrl.run.policy import engine_spec
 from specrl.trainers.cotraining.alarm import DrafterAlarm
 from specrl.trainers.cotraining.trainer import DrafterTrainer, TrainDrafter
@@ -36,11 +33,6 @@ def watch_drafter(config: Config, trainer: GRPOTrainerWithReuse | PPOTrainer) ->
     rollouts.drafter_alarm = DrafterAlarm(lambda: shared.dropped) if shared else DrafterAlarm()
     if not config.trainer.drafter.train:
         return
-    if accelerator.distributed_type == DistributedType.FSDP:
-        raise RolloutError(
-            "trainer.drafter.train=true needs the policy's whole output layer in the first process, and FSDP shards "
-            "it. Use trainer.drafter.train=false, or launch with torchrun"
-        )
     if shared is None:
         spec = replace(engine_spec(config, frozenset()), device=str(accelerator.device), dtype="float32")
         drafter = rollouts.drafter = load_drafter(spec, rollouts.policy)
@@ -48,8 +40,12 @@ def watch_drafter(config: Config, trainer: GRPOTrainerWithReuse | PPOTrainer) ->
         drafter = shared.model
     options = config.rollout
     sampling = SamplingParams(frozenset(), options.temperature, options.top_k, options.top_p)
-    rank = accelerator.process_index if accelerator.num_processes > 1 else None
     rollouts.drafter_trainer = DrafterTrainer(
-        drafter, rollouts.policy, config.trainer.drafter, sampling, seed=config.seed, rank=rank
+        drafter,
+        rollouts.policy,
+        config.trainer.drafter,
+        sampling,
+        seed=config.seed,
+        processes=accelerator.num_processes,
     )
     trainer.add_callback(TrainDrafter(rollouts.drafter_trainer, trainer.note))

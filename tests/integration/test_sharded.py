@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.runs import by_two_processes, policy, words
+from tests.integration.test_two_processes import same_metrics
+from tests.runs import SHORT, by_two_processes, drafter, policy, run, words
 
 pytestmark = pytest.mark.long
 
@@ -32,13 +33,36 @@ def on_cpus(self, *args, fsdp_plugin=None, **options):
 AcceleratorState.__init__ = on_cpus
 import specrl.run.run
 import specrl.train
+import tests.runs as runs
+import torch
 from specrl.config import load as config
+from specrl.trainers.ppo.critic import ActorCritic
+from specrl.trainers.ppo.experience import ExperienceMaker
 
-build, made = specrl.run.run.build_trainer, []
+build, build_engine, made = specrl.run.run.build_trainer, specrl.run.run.build_engine, []
+forward, all_reduce = ActorCritic.forward, ExperienceMaker._all_reduce
+record = None
 
 def listened(*args):
     made.append(build(*args))
+    runs.listen(made[-1], record)
     return made[-1]
+
+def deaf(self, *args):
+    outputs = forward(self, *args)
+    if os.environ["RANK"] == "1" and outputs.values is not None and outputs.values.requires_grad:
+        outputs.values.register_hook(torch.zeros_like)
+    return outputs
+
+def begin_run(name):
+    # The name asks for an engine with fp32 weights of its own, and for faults.
+    global record
+    made.clear()
+    record = runs.Recording()
+    own = lambda spec, *_: build_engine(spec)
+    specrl.run.run.build_engine = own if "fp32" in name else build_engine
+    ActorCritic.forward = deaf if "deaf" in name else forward
+    ExperienceMaker._all_reduce = (lambda self, values: values) if "alone" in name else all_reduce
 
 def held(tensors):
     return sum((t.to_local() if hasattr(t, "to_local") else t).numel() for t in tensors)
@@ -47,12 +71,14 @@ specrl.run.run.build_trainer = listened
 folder = Path(sys.argv[1])
 found = {}
 for name, words in json.loads((folder / "runs.json").read_text()):
-    made.clear()
-    code = config.run(specrl.train.main, words)
-    found[name] = {"code": code}
+    begin_run(name)
+    with runs.unreported():
+        code = config.run(specrl.train.main, words)
+    found[name] = {"code": code, "losses": record.losses}
+    found[name]["rollouts"] = [{n: getattr(s, n) for n in ("rows", "tokens", "rewards")} for s in record.steps]
     if code == 0:
         trainer = made[-1]
-        weights = held(trainer.model.parameters())
+        weights, drafter = held(trainer.model.parameters()), trainer.rollouts.drafter_trainer
         trainer.rollouts.sync()
         states = [t for state in trainer.optimizer.state.values() for t in state.values() if t.dim()]
         found[name] |= {
@@ -61,6 +87,8 @@ for name, words in json.loads((folder / "runs.json").read_text()):
             "kinds": sorted({str(t.dtype) for t in states}),
             "copy": {n: t.double().sum().item() for n, t in trainer.rollouts.engine.model.state_dict().items()},
             "steps": trainer.state.global_step,
+            "drafter": drafter and [p.double().sum().item() for p in drafter.drafter.parameters()],
+            "agreed": drafter and drafter.progress.agreement,
         }
 (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
 """
@@ -72,11 +100,26 @@ FSDP_2 = {
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",  # accelerate's default; rollouts need a whole copy in each process
 }
 EVALUATED = {"trainer__eval_prompts": 4, "trainer__eval_every": 1}
+WIDTH = 32  # of the policy's hidden states, which the value head reads
+PPO = SHORT | {
+    "config": "ppo_math",
+    "trainer__minibatches": 2,
+    "trainer__rows_per_pass": 1,
+    "trainer__beta": 0.05,
+    "trainer__critic__model": "separate",
+    "trainer__save_every": 4,
+}
+TRAINED = {"trainer__drafter__train": "true", "trainer__drafter__patience": 0, "trainer__drafter__share": 0.5}
 RUNS = {
     "shared": {},
-    "ppo": {"config": "ppo_math"},
     "copy": {"trainer__precision": "bf16", "trainer__max_steps": 2, "trainer__save_every": 1} | EVALUATED,
     "rest": {"trainer__precision": "bf16", "trainer__max_steps": 3, "name": "copy", "resume": "auto"},
+    "ppo bf16": PPO | {"trainer__precision": "bf16", "trainer__critic__model": "head", "trainer__max_steps": 2},
+    "ppo fp32": PPO,
+    "ppo fp32 cut": PPO | TRAINED | {"name": "cut", "trainer__max_steps": 4},
+    "ppo fp32 rest": PPO | TRAINED | {"name": "cut", "resume": "auto"},
+    "ppo fp32 deaf": PPO | {"trainer__max_steps": 2},
+    "ppo fp32 alone": PPO | {"trainer__max_steps": 2},
 }
 
 
@@ -84,12 +127,14 @@ RUNS = {
 def launched(tmp_path_factory):
     """The folder of the runs, what both processes report of each, and what they said."""
     folder = tmp_path_factory.mktemp("sharded")
-    plan = [
-        (name, words(folder, model=policy(), **{"name": name, "rollout__max_new_tokens": 12} | options))
-        for name, options in RUNS.items()
-    ]
+    plan = []
+    for name, options in RUNS.items():
+        usual = {"name": name.replace(" ", "-"), "rollout__max_new_tokens": 12}
+        if "trainer__drafter__train" in options:
+            usual["rollout__drafter"] = drafter(folder / "drafter")
+        plan.append((name, words(folder, model=policy(), **usual | options)))
     (folder / "runs.json").write_text(json.dumps(plan))
-    reports, said = by_two_processes(folder, PROGRAM, 300, **FSDP_2)
+    reports, said = by_two_processes(folder, PROGRAM, 420, **FSDP_2)
     return folder, reports, said
 
 
@@ -128,5 +173,51 @@ def test_rollouts_by_the_trainers_own_shards_are_refused_before_the_first_step(l
     _, reports, said = launched
     assert [report["shared"]["code"] for report in reports] == [3, 3]
     assert all("FSDP 2 leaves no process a whole model" in text for text in said)
-    assert [report["ppo"]["code"] for report in reports] == [3, 3]
-    assert all("PPO" in text and "trainer.algorithm=grpo" in text for text in said)
+
+
+def test_sharded_ppo_is_ppo_on_one_process(launched, tmp_path):
+    """With a separate critic and a KL penalty, in fp32: the same rollouts, gradients and losses up to rounding."""
+    folder, reports, _ = launched
+    first, second = (report["ppo fp32"] for report in reports)
+    alone = run(tmp_path, **PPO)
+    for a, b, whole in zip(first["rollouts"], second["rollouts"], alone.steps, strict=True):
+        assert [tuple(row) for row in a["rows"] + b["rows"]] == whole.rows
+        assert a["tokens"] + b["tokens"] == whole.tokens
+        assert a["rewards"] + b["rewards"] == whole.rewards
+    walked = same_metrics(folder / "ppo-fp32", tmp_path / "run")
+    assert {"loss", "value_loss", "kl", "grad_norm", "value/grad_norm", "value/explained_variance"} <= walked
+    for fault in ("deaf", "alone"):  # the critic's gradient is one process's; advantages are normalised in each
+        with pytest.raises(AssertionError, match="value/grad_norm" if fault == "deaf" else "loss|norm"):
+            same_metrics(folder / f"ppo-fp32-{fault}", tmp_path / "run")
+    saved = AutoModelForCausalLM.from_pretrained(folder / "ppo-fp32" / "model").state_dict()
+    trained = {name.removeprefix("policy."): weight for name, weight in alone.weights.items()}
+    for name, weight in saved.items():
+        assert weight.double().sum().item() == pytest.approx(trained[name].double().sum().item(), abs=1e-2), name
+
+
+def test_a_resumed_run_of_sharded_ppo_is_the_undisturbed_one(launched):
+    """It also trains a drafter, which is the same in both processes and changes no text."""
+    for report in launched[1]:
+        whole, cut, rest = (report[name] for name in ("ppo fp32", "ppo fp32 cut", "ppo fp32 rest"))
+        assert (cut["steps"], rest["steps"]) == (4, whole["steps"])
+        for key in ("losses", "rollouts"):
+            assert cut[key] + rest[key] == whole[key]
+        assert rest["copy"] == whole["copy"]
+        assert 0 < rest["agreed"] < 1
+        assert rest["drafter"] != cut["drafter"], "control: it learned"
+    first, second = (report["ppo fp32 rest"] for report in launched[1])
+    assert (first["drafter"], first["agreed"]) == (second["drafter"], second["agreed"])
+
+
+def test_each_process_holds_half_of_policy_and_critic(launched):
+    _, reports, _ = launched
+    policy_size = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(policy()).parameters())
+    separate, head = ([report[name] for report in reports] for name in ("ppo fp32", "ppo bf16"))
+    assert [sum(report["weights"] for report in both) for both in (separate, head)] == [
+        2 * policy_size + WIDTH + 1,
+        policy_size + WIDTH + 1,
+    ]
+    for report in (*separate, *head):
+        assert (report["code"], report["kinds"], report["moments"]) == (0, ["torch.float32"], 2 * report["weights"])
+        assert len(report["losses"]) > 0
+    assert max(r["weights"] for r in separate) < 0.6 * 2 * policy_size

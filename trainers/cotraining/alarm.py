@@ -1,4 +1,4 @@
-"""An alarm for a drafter that stops being useful. Rollouts stay exact without it, so nothing else would show it."""
+"""An alarm for a drafter that stops being useful. It costs a rollout only speed, so nothing else would show it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DrafterAlarm:
         reason = self._reason(dropped)
         if reason and not self._dead:
             logger.warning(
-                "The drafter of rollout.drafter is dead: %s. Rollouts stay exact and lose its speed. Distil it again "
+                "The drafter of rollout.drafter is dead: %s. Rollouts lose its speed. Distil it again "
                 "from the current policy (`python -m specrl.drafter`), co-train it (trainer.drafter.train=true), "
                 "or leave it out.",
                 reason,

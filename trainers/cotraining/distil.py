@@ -7,8 +7,10 @@ it has further into a draft.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from transformers import PreTrainedModel
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.head import Head
 from specrl.rollout.noise import keyed_sample, process_logits
-from specrl.trainers.cotraining.texts import Read
+from specrl.trainers.cotraining.texts import Read, batches
 
 KEPT_SHARE = 0.4  # of the tokens, in AdaSPEC; the paper's value
 HEAD_PASSES = 3
@@ -104,11 +106,41 @@ class Batch:
         return cls(ids.to(device), states, mask.to(device), torch.tensor(targets, device=device).view(-1, 2))
 
 
+def to_learn(reads: Sequence[Read], student: Module, tokens: int) -> Iterator[Batch]:
+    """Batches of at most `tokens` tokens, or of one longer text, in which the student has something to learn."""
+    for part in batches(reads, tokens):
+        batch = Batch.of(part, student)
+        if len(batch.targets):
+            yield batch
+
+
+@contextmanager
+def whole(policy: PreTrainedModel, student: PreTrainedModel) -> Iterator[None]:
+    """Gathers the layers of the policy that the student learns from, if FSDP 2 shards it. Every process must enter.
+
+    Meanwhile their `forward` can be called, but not the layers themselves: hooks would begin a pass of all the policy.
+    """
+    layers: Any = policy.get_output_embeddings(), student.get_output_embeddings(), student.get_input_embeddings()
+    sharded = [layer for layer in layers if hasattr(layer, "unshard")]
+    for layer in sharded:
+        layer.unshard()
+    try:
+        yield
+    finally:
+        for layer in sharded:
+            layer.reshard()
+
+
+def written(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """Logits [N, V] of a model's output layer for final hidden states [N, H]. See `whole`."""
+    layer: Any = model.get_output_embeddings()
+    return layer.forward(states.to(layer.weight.dtype))
+
+
 def teacher_logits(policy: PreTrainedModel, batch: Batch) -> Tensor:
     """The policy's logits [N, V] for the targets, by its current output layer."""
-    layer = policy.get_output_embeddings()
     with torch.no_grad():
-        return layer(batch.states[batch.mask].to(layer.weight.dtype))
+        return written(policy, batch.states[batch.mask])
 
 
 def student_logits(student: PreTrainedModel, batch: Batch, generator: torch.Generator) -> Iterator[Tensor]:
@@ -117,14 +149,13 @@ def student_logits(student: PreTrainedModel, batch: Batch, generator: torch.Gene
     A head's first pass reads the policy's states. In every further one OWN_SHARE of the states, chosen at random, are
     those of the pass before, without gradients through these.
     """
-    output = student.get_output_embeddings()
     if not isinstance(student, Head):
-        yield output(student.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state[batch.mask])
+        yield written(student, student.base_model(input_ids=batch.ids, use_cache=False).last_hidden_state[batch.mask])
         return
     states = batch.states.to(student.dtype)
     for _ in range(HEAD_PASSES):
         predicted = student(batch.ids[:, 1:], states[:, :-1]).last_hidden_state  # the first replaces the second state
-        yield output(predicted[batch.mask[:, 1:]])
+        yield written(student, predicted[batch.mask[:, 1:]])
         from_student = torch.rand(batch.ids.shape, generator=generator).to(predicted.device)[..., None] < OWN_SHARE
         shifted = torch.cat([batch.states[:, :1].to(predicted.dtype), predicted.detach()], 1)
         states = torch.where(from_student, shifted, batch.states)
@@ -169,15 +200,24 @@ def loss(
     return distance(process_logits(student, temperature), process_logits(teacher, temperature)).mean()
 
 
-def step(optimizer: Optimizer, total: Tensor) -> Tensor:
+def step(
+    optimizer: Optimizer, total: Tensor | None, combine: Callable[[Tensor], Tensor] = lambda gradient: gradient
+) -> Tensor:
     """One step down the gradient of `total`; returns the gradient's norm before clipping.
 
     Nothing changes if the norm is not finite. Gradients go to the optimiser's weights only: a head reads and writes by
     layers of the policy, which is being trained too.
+
+    Args:
+        total: None in a process that has nothing to learn from.
+        combine: turns the gradient of a weight into that of all processes.
     """
     weights = [p for group in optimizer.param_groups for p in group["params"]]
-    for weight, gradient in zip(weights, torch.autograd.grad(total, weights, allow_unused=True), strict=True):
-        weight.grad = gradient
+    gradients: Sequence[Tensor] = [torch.zeros_like(weight) for weight in weights]
+    if total is not None:
+        gradients = torch.autograd.grad(total, weights, materialize_grads=True)
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = combine(gradient)
     norm = clip_grad_norm_(weights, MAX_GRAD_NORM)
     if norm.isfinite():
         optimizer.step()

@@ -1,14 +1,16 @@
 """Co-training: keeps a drafter close to a moving policy, at the cost of a few gradient steps.
 
 A drafter learns from hidden states that the policy's update computes of its texts anyway, and only after its agreement
-with the policy there is measured. Drafts decide only the speed of a rollout, so nothing here can change what is
-sampled; whatever goes wrong ends in co-training being off.
+with the policy there is measured. It learns the policy's distribution after each prefix, whoever wrote
+the prefix. Under exact acceptance drafts decide only the speed of a rollout, and nothing here can change what is
+sampled. Whatever goes wrong ends in co-training being off.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,12 +30,12 @@ from specrl.rollout.types import EngineStats, RolloutError
 from specrl.trainers import snapshot
 from specrl.trainers.config import DrafterConfig
 from specrl.trainers.cotraining import distil
-from specrl.trainers.cotraining.texts import Read, Tap, Text, batches, chosen, latest
+from specrl.trainers.cotraining.savings import saved_seconds
+from specrl.trainers.cotraining.texts import Read, Tap, Text, chosen, latest
 
 logger = logging.getLogger(__name__)
 
 CausalLM = Any  # a model of transformers, a peft model around one, or a head: their stubs type parts as plain Module
-DRAFT_TOKENS = 4  # draft length for which agreement is translated into passes
 SMOOTHING = 0.8  # weight of the past in the smoothed agreements
 
 
@@ -70,8 +72,8 @@ class DrafterTrainer:
         options: see DrafterConfig.
         sampling: of the rollouts. Only its temperature shapes the losses, as top-k and top-p make infinite log-probs.
         seed: of the run.
-        rank: of several processes that begin with the same drafter. The first one trains it on its own rollouts, the
-            others take its weights after each step. None: there is one process.
+        processes: of the default group of torch.distributed, which begin with the same drafter. Each learns from its
+            own rollouts; gradients are averaged over the tokens of all, so that the drafters stay the same.
 
     Raises:
         RolloutError: the two have different vocabularies, or are not causal LMs.
@@ -84,11 +86,11 @@ class DrafterTrainer:
         options: DrafterConfig,
         sampling: SamplingParams,
         seed: int = 0,
-        rank: int | None = None,
+        processes: int = 1,
     ):
         self.options = options
         self.seed = seed
-        self.rank = rank
+        self.processes = processes
         self._sampling = sampling
         self.drafter = drafter.eval().requires_grad_(True)
         self.policy = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
@@ -113,7 +115,7 @@ class DrafterTrainer:
             stats: of the rollout.
         """
         state = self.progress
-        if state.off or self.rank:
+        if state.off:
             return
         texts = [Text(tuple(prompt), tuple(response)) for prompt, response in rows]
         state.rollouts += 1
@@ -127,77 +129,103 @@ class DrafterTrainer:
 
         Of several processes every one must call it.
         """
-        metrics = {} if self.rank else self._step()
-        if self.rank is not None:
-            for weight in self.drafter.parameters():
-                distributed.broadcast(weight.detach(), 0)
-        return metrics
-
-    def _step(self) -> dict[str, Metric]:
         state = self.progress
         began = time.perf_counter()
         state.steps += 1
         metrics: dict[str, Metric] = {}
         if not state.off:
             self._reads = latest([*self._reads, *self._tap.take()], self._max_tokens)
-            if self._reads and state.steps % self.options.interval == 0:
+            if state.steps % self.options.interval == 0 and self._sum(len(self._reads))[0]:
                 metrics = self._round()
         spent_s = time.perf_counter() - began
         metrics |= {"timing_s/drafter": seconds(spent_s), **self._end_if_too_slow(spent_s)}
         return metrics | {"drafter/active": shared(not state.off)}
 
     def _round(self) -> dict[str, Metric]:
-        """Learns once from the texts that were kept, in at most `updates` gradient steps, and drops them."""
-        reads = self._reads
+        """Learns once from the texts that were kept, in at most `updates` gradient steps, and drops them.
+
+        A process that has fewer texts than others takes part in every gradient step.
+        """
+        parts = distil.to_learn(self._reads, self.drafter, self.options.tokens_per_update)
         self._reads = []
         self.progress.rounds += 1
         generator = self._generator("mix", self.progress.rounds)
+        options = self.options
         metrics: dict[str, Metric] = {}
-        losses: list[float] = []
-        tokens = 0
-        for part in batches(reads, self.options.tokens_per_update):
-            batch = distil.Batch.of(part, self.drafter)
-            if not len(batch.targets):
-                continue
-            passes = distil.student_logits(self.drafter, batch, generator)
-            student = next(passes)
-            teacher = distil.teacher_logits(self.policy, batch)
-            if not losses:
-                metrics = self._measure(batch, student.detach(), teacher)
-            losses.append(self._learn([student, *passes], teacher))
-            tokens += len(batch.targets)
-            if self.progress.off:
-                return metrics
-        if losses:
-            metrics |= {"drafter/loss": mean(sum(losses), len(losses)), "drafter/tokens": count(tokens)}
+        firsts: list[float] = []
+        learned = 0
+        with distil.whole(self.policy, self.drafter):
+            while not self.progress.off:
+                batch = next(parts, None)
+                tokens = len(batch.targets) if batch else 0
+                (all_tokens,) = self._sum(tokens)
+                if not all_tokens:
+                    break
+                losses: list[Tensor] = []
+                agreed = [0, 0]
+                if batch:
+                    passes = list(distil.student_logits(self.drafter, batch, generator))
+                    teacher = distil.teacher_logits(self.policy, batch)
+                    if not metrics:
+                        agreed = self._agreeing(batch, passes[0].detach(), teacher)
+                    temperature = self._sampling.temperature
+                    losses = [distil.loss(logits, teacher, options.objective, temperature) for logits in passes]
+                    firsts.append(losses[0].item())
+                    learned += tokens
+                if not metrics:
+                    metrics = self._measured(*(n / all_tokens for n in self._sum(*agreed)))
+                self._learn(losses, tokens / all_tokens)
+        if learned:
+            metrics |= {"drafter/loss": mean(sum(firsts), len(firsts)), "drafter/tokens": count(learned)}
         return metrics
 
-    def _learn(self, passes: Sequence[Tensor], teacher: Tensor) -> float:
-        """One gradient step. Args: passes: the student's logits [N, V] of each. Returns the loss of the first pass."""
-        options = self.options
-        losses = [distil.loss(logits, teacher, options.objective, self._sampling.temperature) for logits in passes]
-        norm = distil.step(self._optimizer, torch.stack(losses).sum())
+    def _sum(self, *values: float) -> list[float]:
+        """Each value summed over all processes."""
+        total = torch.tensor(values, dtype=torch.float64, device=next(self.drafter.parameters()).device)
+        if self.processes > 1:
+            distributed.all_reduce(total)
+        return total.tolist()
+
+    def _learn(self, losses: Sequence[Tensor], share: float) -> None:
+        """One gradient step of all processes.
+
+        Args:
+            losses: of this process's passes; none if it has no texts left.
+            share: of this process in the tokens of all.
+        """
+
+        def combine(gradient: Tensor) -> Tensor:
+            if self.processes == 1:
+                return gradient
+            total = gradient.float() * share
+            distributed.all_reduce(total)
+            return total.to(gradient.dtype)
+
+        norm = distil.step(self._optimizer, torch.stack([*losses]).sum() if losses else None, combine)
         if not norm.isfinite() or not all(p.isfinite().all() for p in self.drafter.parameters()):
-            reason = (
-                f"it diverged (loss {losses[0].item():g}, gradient norm {norm.item():g}); the initial drafter is back"
-            )
+            loss = losses[0].item() if losses else math.nan
+            reason = f"it diverged (loss {loss:g}, gradient norm {norm.item():g}); the initial drafter is back"
             self._end(f"{reason}. Lower trainer.drafter.learning_rate", restore=True)
-        return losses[0].item()
 
     @torch.no_grad()
-    def _measure(self, batch: distil.Batch, student: Tensor, teacher: Tensor) -> dict[str, Metric]:
-        """Agreement of both drafters with the policy under new noise. Args: logits [N, V] for the targets."""
-        state = self.progress
+    def _agreeing(self, batch: distil.Batch, student: Tensor, teacher: Tensor) -> list[int]:
+        """How many samples of either drafter are the policy's under new noise. Args: logits [N, V] for the targets."""
         initial = next(distil.student_logits(self.initial, batch, torch.Generator()))
-        keys = [derive_key(self.seed, "drafter", n, state.rounds, "agreement") for n in range(len(batch.ids))]
+        rounds = self.progress.rounds
+        keys = [derive_key(self.seed, "drafter", n, rounds, "agreement") for n in range(len(batch.ids))]
         samples = [distil.keyed_samples(logits, batch, keys, self._sampling) for logits in (teacher, student, initial)]
-        agreement, agreement_initial = ((tokens == samples[0]).float().mean().item() for tokens in samples[1:])
+        return [int((tokens == samples[0]).sum()) for tokens in samples[1:]]
+
+    def _measured(self, agreement: float, agreement_initial: float) -> dict[str, Metric]:
+        state = self.progress
         state.agreement = _smooth(state.agreement, agreement)
         state.agreement_initial = _smooth(state.agreement_initial, agreement_initial)
         return {"drafter/agreement": shared(agreement), "drafter/agreement_initial": shared(agreement_initial)}
 
     def _end_if_too_slow(self, spent_s: float) -> dict[str, Metric]:
         """Ends co-training if over `patience` rollouts it saved less time than it took; the better drafter stays.
+
+        Seconds are means over processes, so that all decide the same.
 
         Returns: the estimate of what the last rollout saved, once for each rollout.
         """
@@ -209,12 +237,12 @@ class DrafterTrainer:
         if state.off or state.agreement is None or state.agreement_initial is None:
             return metrics
         if rollout is not None:
-            saved_s = saved_seconds(*rollout, state.agreement, state.agreement_initial)
+            (saved_s,) = self._sum(saved_seconds(*rollout, state.agreement, state.agreement_initial) / self.processes)
             metrics["drafter/saved_s_est"] = seconds(saved_s)
             state.window = [*state.window, [0.0, saved_s]][-patience:] if patience else []
         if not state.window:
             return metrics
-        state.window[-1][0] += spent_s
+        state.window[-1][0] += self._sum(spent_s / self.processes)[0]
         total_s = sum(spent for spent, _ in state.window)
         total_saved_s = sum(saved for _, saved in state.window)
         if len(state.window) == patience and total_saved_s < total_s:
@@ -232,7 +260,7 @@ class DrafterTrainer:
         self.progress.off = reason
         self._reads = []
         self._tap.want({})
-        logger.warning("Drafter co-training is off: %s. Rollouts stay exact.", reason)
+        logger.warning("Drafter co-training is off: %s", reason)
 
     def _generator(self, purpose: str, index: int) -> torch.Generator:
         return torch.Generator().manual_seed(derive_key(self.seed, purpose, 0, index, "drafter"))
@@ -263,23 +291,6 @@ class TrainDrafter(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         self._note(self._trainer.step())
-
-
-def saved_seconds(stats: EngineStats, tokens: int, agreement: float, initial: float) -> float:
-    """Estimate of the seconds by which the initial drafter would have made a rollout of `tokens` tokens longer.
-
-    Fewer tokens of a chain of DRAFT_TOKENS would have been accepted, by the ratio of the expected numbers; each of them
-    would have cost its row another pass, at the rollout's mean seconds for the pass of a row.
-    """
-    now = accepted_per_pass(agreement)
-    before = accepted_per_pass(initial)
-    fewer = stats.sources.get("model", (0, 0))[1] * (1 - before / now) if now else 0.0
-    return (stats.verify_s + stats.decode_s + stats.draft_s) * fewer / max(1, tokens - stats.accepted)
-
-
-def accepted_per_pass(agreement: float) -> float:
-    """Expected tokens that a chain of DRAFT_TOKENS gains, if each is accepted with this probability."""
-    return sum(agreement**i for i in range(1, DRAFT_TOKENS + 1))
 
 
 def _smooth(past: float | None, new: float) -> float:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from specrl.trainers.config import TrainerConfig
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from peft import PeftConfig
+    from torch.distributed.fsdp import FSDPModule
     from transformers import PreTrainedModel
 
 
@@ -87,7 +89,8 @@ class ActorCritic(nn.Module):
             return Outputs(logp, entropy, None)
         hidden = last_hidden[0] if self.trunk is None else self.trunk(**inputs).last_hidden_state
         with torch.autocast(hidden.device.type, enabled=False):  # autocast would compute in bf16
-            values = self.value(hidden[:, -length - 1 : -1].float())[..., 0]
+            states = hidden[:, -length - 1 : -1].float()
+            values = self.value(states.flatten(0, 1)).view(len(ids), length)
         return Outputs(logp, entropy, values)
 
 
@@ -141,3 +144,22 @@ def build_models(model: PreTrainedModel, options: TrainerConfig, temperature: fl
         entropy_gradient=options.entropy_bonus > 0,
     )
     return Models(trained, reference, reference_context)
+
+
+def shard(models: Models, accelerator: Accelerator) -> list[FSDPModule]:
+    """Shards policy, critic and reference over all processes by FSDP 2; returns the roots of what is trained.
+
+    Each is a root of its own, because the policy is also called alone, and because accelerate's mixed precision would
+    round what a common root returns. The value head is sharded in float32 whatever the precision.
+    """
+    from accelerate.utils import fsdp2_prepare_model
+    from torch.distributed.fsdp import fully_shard
+
+    trained, reference, _ = models
+    learners = [model for model in (trained.policy, trained.trunk) if model is not None]
+    roots = [fsdp2_prepare_model(accelerator, model) for model in learners]
+    if reference is not None and reference.policy is not trained.policy:
+        fsdp2_prepare_model(accelerator, reference.policy)
+    if trained.value is not None:
+        roots.append(fully_shard(trained.value))
+    return roots

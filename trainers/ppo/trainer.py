@@ -7,8 +7,8 @@ Checkpoints hold weights, optimiser and schedule only: data order, minibatches a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from specrl.trainers import snapshot
 from specrl.trainers.callbacks import StepMetrics
 from specrl.trainers.checkpoint import writing
 from specrl.trainers.ppo import objectives
-from specrl.trainers.ppo.critic import build_models
+from specrl.trainers.ppo.critic import build_models, shard
 from specrl.trainers.ppo.experience import Experience, ExperienceMaker
 from specrl.trainers.rollouts import Rollouts, Setup
 
@@ -63,14 +63,20 @@ class PPOTrainer:
         self._rows_per_pass = args.per_device_train_batch_size
         self.accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if args.bf16 else "no")
         kind = self.accelerator.distributed_type
-        if kind not in REPLICATED:
+        if kind not in REPLICATED and not self.accelerator.is_fsdp2:
+            name = "FSDP 1" if kind == DistributedType.FSDP else kind.value
             raise RolloutError(
-                f"PPO needs all weights in every process and does not support {kind.value}. "
-                "Launch it with torchrun or with accelerate's MULTI_GPU, or take trainer.algorithm=grpo"
+                f"PPO does not support {name}. Launch it with torchrun or with fsdp_version: 2, or take "
+                "trainer.algorithm=grpo"
             )
         self._models = build_models(model, options, setup.rollout.temperature, peft_config)
         self.policy = self._models.trained.policy
-        self.model = self.accelerator.prepare_model(self._models.trained)
+        self._sharded = shard(self._models, self.accelerator) if self.accelerator.is_fsdp2 else []
+        self.model: Any = self._models.trained
+        if not self._sharded:
+            self.model = self.accelerator.prepare_model(self._models.trained)
+        self._weights = self._models.trained.trainable()
+        """What checkpoints hold. During a pass of a sharded module other parameters stand in for these."""
         self.optimizer = torch.optim.AdamW(self._models.parameter_groups(options), weight_decay=options.weight_decay)
         self.scheduler = get_scheduler(
             options.lr_schedule, self.optimizer, options.warmup_steps, num_training_steps=args.max_steps
@@ -131,8 +137,7 @@ class PPOTrainer:
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self._event("on_log", logs=logs)
         if self.control.should_save:
-            if self.accelerator.is_main_process:
-                self._save(Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}")
+            self._save(Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}")
             self._event("on_save")
 
     def _event(self, name: str, **details: Any) -> None:
@@ -178,7 +183,7 @@ class PPOTrainer:
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=tokens.device))
         parts = list(minibatch.split(self._rows_per_pass))
         for i, part in enumerate(parts):
-            with nullcontext() if i == len(parts) - 1 else self.accelerator.no_sync(self.model):
+            with nullcontext() if i == len(parts) - 1 else self._no_sync():
                 self.training_step(part, tokens, sums)
         # Policy and critic are clipped separately, so that the critic's errors do not shrink the policy's step.
         norms = [
@@ -195,6 +200,19 @@ class PPOTrainer:
         if minibatch.critic is not None:
             metrics["value/grad_norm"] = norms[1]
         return metrics
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        """Gradients are only added up in each process."""
+        if not self._sharded:
+            with self.accelerator.no_sync(self.model):
+                yield
+            return
+        for root in self._sharded:
+            root.set_requires_gradient_sync(False)
+        yield
+        for root in self._sharded:
+            root.set_requires_gradient_sync(True)
 
     def training_step(self, part: Experience, tokens: Tensor, sums: dict[str, Tensor]) -> Tensor:
         """Forward and backward of the rows of one pass; returns their part of the minibatch's loss.
@@ -232,17 +250,19 @@ class PPOTrainer:
 
     def save_model(self, output_dir: str) -> None:
         """Writes the policy; every process must call it."""
+        weights = self.accelerator.get_state_dict(self.policy)
         if self.accelerator.is_main_process:
-            self.policy.save_pretrained(output_dir)
+            self.policy.save_pretrained(output_dir, state_dict=weights)
 
     def _save(self, folder: Path) -> None:
+        """Writes a checkpoint; every process must call it."""
         progress = {name: getattr(self.state, name) for name in PROGRESS} | self._maker.state()
         progress["schedule"] = self.scheduler.state_dict()
         with writing(folder):
-            snapshot.save(folder, self._models.trained.trainable(), self.optimizer, progress)
+            snapshot.save(folder, self._weights, self.optimizer, progress, writes=self.accelerator.is_main_process)
 
     def _load(self, folder: Path) -> None:
-        progress = snapshot.load(folder, self._models.trained.trainable(), self.optimizer)
+        progress = snapshot.load(folder, self._weights, self.optimizer)
         for name in PROGRESS:
             setattr(self.state, name, progress[name])
         self._maker.restore(progress)

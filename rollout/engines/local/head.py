@@ -84,7 +84,7 @@ class Head(LlamaPreTrainedModel):
             for name, weight in head.state_dict().items():
                 like = next((w for n, w in weights.items() if n.endswith(f".{name}") and w.shape == weight.shape), None)
                 if like is not None:
-                    weight.copy_(like)
+                    weight.copy_(like.full_tensor() if hasattr(like, "full_tensor") else like)
             head.fc.weight.copy_(torch.cat([half, 0.5 * half], 1))
         return head.eval()
 
@@ -163,7 +163,9 @@ class Head(LlamaPreTrainedModel):
             states = self.fc.weight.new_zeros(*input_ids.shape, self.config.hidden_size)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        hidden = self.fc(torch.cat([self._borrowed[0](input_ids), states.to(self.dtype)], -1))
+        # Called without hooks: a sharded policy's would begin a forward pass of all of it.
+        embedded = self._borrowed[0].forward(input_ids)
+        hidden = self.fc(torch.cat([embedded, states.to(self.dtype)], -1))
         extra = {} if layout is None else {"layout": layout}
         rotary = self.rotary_emb(hidden, position_ids)
         hidden = self.layers[0](hidden, position_ids=position_ids, position_embeddings=rotary, **extra)

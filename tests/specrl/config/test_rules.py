@@ -124,7 +124,13 @@ WRONG = [
     ("rollout.drafter=head", "rollout.drafter=head", "trainer.drafter.train=true"),
     (TRAIN, TRAIN, "rollout.drafter=DIR"),
     (f"{TRAIN} rollout.drafter=x rollout.acceptance=off", TRAIN, "rollout.acceptance=exact."),
-    (f"{TRAIN} rollout.drafter=x {JUDGED}", TRAIN, "rollout.acceptance=exact."),
+    (f"{TRAIN} rollout.drafter=x rollout.acceptance=routed", TRAIN, "rollout.acceptance=exact."),
+    (f"{TRAIN} rollout.drafter=x {KL}", "trainer.drafter.patience=20", "trainer.drafter.patience=0."),
+    (
+        f"{TRAIN} rollout.drafter=x {KL} trainer.drafter.patience=0 trainer.drafter.interval=2",
+        "trainer.drafter.interval=2",
+        "trainer.drafter.interval=1.",
+    ),
 ]
 
 
@@ -148,6 +154,7 @@ def test_a_wrong_option_is_named_with_a_legal_one(words, named, suggested):
         "rollout.acceptance=judged rollout.judged.path=x rollout.engine=vllm",
         "trainer.drafter.train=true rollout.drafter=x rollout.engine=vllm cluster.num_workers=2",
         "rollout.acceptance=routed rollout.drafter=x rollout.replay=0.5",
+        f"{TRAIN} rollout.drafter=x {KL} trainer.drafter.patience=0",
         "rollout.top_p=0.9 rollout.top_k=20",
         "trainer.epochs=0 trainer.max_steps=3",
         "trainer.clip_high=0.28",

@@ -2,20 +2,16 @@
 
 import json
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import DistributedType
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from specrl.config import load as cli
 from specrl.rollout.engines.local.head import Head, HeadDrafter
-from specrl.rollout.types import RolloutError
-from specrl.run.cotraining import watch_drafter
+from specrl.trainers.cotraining.trainer import DrafterTrainer
 from tests import runs
-from tests.runs import SHORT, Watch, by_two_processes, differences, run
+from tests.runs import SHORT, Watch, differences, run
 
 pytestmark = pytest.mark.slow  # complete runs
 
@@ -182,14 +178,6 @@ def test_it_ends_itself_when_it_does_not_pay(folder, drafter, made, caplog):
     assert differences(made(False)[0], off) == []
 
 
-def test_a_sharded_policy_is_refused():
-    config = cli.load(["config=grpo_math", "rollout.drafter=x", "trainer.drafter.train=true"])
-    accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP)
-    sharded = SimpleNamespace(rollouts=SimpleNamespace(engine=None), accelerator=accelerator)
-    with pytest.raises(RolloutError, match=r"Use trainer\.drafter\.train=false"):
-        watch_drafter(config, sharded)
-
-
 def test_workers_have_copies_that_follow(folder, drafter):
     """Ray workers draft with the trained drafter as well as an engine that shares it, and the policy is the same."""
     options = SHORT | ON | {"rollout__drafter": drafter, "rollout__sources": "[]", "rollout__budget__window": 3}
@@ -203,35 +191,17 @@ def test_workers_have_copies_that_follow(folder, drafter):
     assert [line["spec/acceptance_model"] for line in ours] == [line["spec/acceptance_model"] for line in theirs]
 
 
-PROGRAM = """
-import json, os, sys
-from pathlib import Path
-import torch
-from torch import distributed
-from transformers import AutoModelForCausalLM
-from specrl.rollout.engines.base import SamplingParams
-from specrl.rollout.types import EngineStats
-from specrl.trainers.config import DrafterConfig
-from specrl.trainers.cotraining.trainer import DrafterTrainer
-
-distributed.init_process_group("gloo")
-rank, steps = distributed.get_rank(), []
-policy, drafter = (AutoModelForCausalLM.from_pretrained(os.environ[name]).eval() for name in ("POLICY", "DRAFTER"))
-options = DrafterConfig(learning_rate=3e-3, patience=0, share=1.0)
-trainer = DrafterTrainer(drafter, policy, options, SamplingParams(frozenset()), rank=rank)
-for _ in range(2):
-    trainer.observe([(range(3, 9), range(9 + rank, 30))], EngineStats())
-    policy.train()(input_ids=torch.arange(3, 30)[None] if rank == 0 else torch.tensor([[*range(3, 9), *range(10, 30)]]))
-    steps.append([list(trainer.step()), [p.double().sum().item() for p in drafter.parameters()]])
-Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps(steps))
-distributed.destroy_process_group()
-"""
-
-
-def test_the_first_of_two_processes_trains_for_both(tmp_path, drafter):
-    (first, second), _ = by_two_processes(tmp_path, PROGRAM, 120, POLICY=str(runs.policy()), DRAFTER=drafter)
-    for (metrics, ours), (no_metrics, theirs) in zip(first, second, strict=True):
-        assert "drafter/loss" in metrics
-        assert no_metrics == []
-        assert ours == theirs
-    assert first[0][1] != first[1][1], "control: it learned"
+def test_under_a_judge_the_drafter_learns_and_resumes(folder, drafter, monkeypatch):
+    """There the drafter decides what is sampled, so a resume needs the very weights that it had."""
+    options = SHORT | ON | {"rollout__acceptance": "judged", "rollout__judged__by": "kl", "rollout__drafter": drafter}
+    options |= {"rollout__judged__threshold": 2.0, "rollout__sources": "[]", "trainer__save_every": 2}
+    whole = run(folder, name="judged", **options)
+    assert all({"drafter/loss", "spec/behaviour_kl"} <= line.keys() for line in records(folder / "judged"))
+    untrained = run(folder, name="judged-off", **options | {"trainer__drafter__train": "false"})
+    assert "tokens of step 2" in differences(whole, untrained), "control: it decides what is sampled"
+    first = run(folder, name="judged-cut", trainer__max_steps=2, **options)
+    assert differences(whole, first + run(folder, name="judged-cut", resume="auto", **options)) == []
+    run(folder, name="judged-forgets", trainer__max_steps=2, **options)
+    monkeypatch.setattr(DrafterTrainer, "load", lambda *given: None)
+    forgotten = first + run(folder, name="judged-forgets", resume="auto", **options)
+    assert differences(whole, forgotten)[0] == "tokens of step 2", "planted fault"

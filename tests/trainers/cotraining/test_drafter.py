@@ -22,7 +22,8 @@ from specrl.trainers import snapshot
 from specrl.trainers.config import DrafterConfig
 from specrl.trainers.cotraining import distil
 from specrl.trainers.cotraining.distil import forward_kl
-from specrl.trainers.cotraining.trainer import DrafterTrainer, saved_seconds
+from specrl.trainers.cotraining.savings import saved_seconds
+from specrl.trainers.cotraining.trainer import DrafterTrainer
 from tests.engines import local
 
 ROWS, CAP = 12, 24
@@ -398,3 +399,68 @@ def test_the_state_of_another_drafter_is_refused(build_model, tmp_path):
     with pytest.raises(RolloutError, match=r"of another model: 'drafter/model\.layers\.1"):
         deeper.load(tmp_path)
     assert same(before, weights_of(deeper.drafter)), "nothing was loaded"
+
+
+# Several processes ----------------------------------------------------------------------------------------------------
+
+TEXTS = [[(range(3, 9), range(9 + n, 30 + n)) for n in range(4)], [(range(5, 9), range(20, 41))]]
+"""Of two rounds, in the second of which only the first process has one."""
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import torch
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+from tests.models import random_model
+from tests.trainers.cotraining.test_drafter import drafter_of, taught
+
+distributed.init_process_group("gloo")
+rank, reduce, found = distributed.get_rank(), distributed.all_reduce, {}
+policy = random_model("llama")
+drafters = {"model": drafter_of(policy), "model, not averaged": drafter_of(policy)}
+for layer in policy.model.layers:
+    fully_shard(layer)
+fully_shard(policy.model.embed_tokens)
+fully_shard([policy.model.norm, policy.lm_head], reshard_after_forward=False)
+fully_shard(policy)
+drafters["head"] = drafter_of(policy, "head")
+found = {kind: taught(drafters[kind], policy, rank, 2) for kind in ("model", "head")}
+distributed.all_reduce = lambda tensor: reduce(tensor) if tensor.dtype == torch.float64 else None
+found["model, not averaged"] = taught(drafters["model, not averaged"], policy, rank, 2)
+Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps(found))
+distributed.destroy_process_group()
+"""
+
+
+def taught(drafter, policy, rank=0, processes=1):
+    """The losses and the weights of a drafter that learns from TEXTS; each process has every `processes`-th."""
+    distil.OWN_SHARE = 0.0  # what a head reads in later passes is random otherwise
+    trainer = DrafterTrainer(
+        drafter, policy, DrafterConfig(**SETTINGS | {"learning_rate": 1e-3}), SAMPLING, processes=processes
+    )
+    losses = []
+    for texts in TEXTS:
+        trainer.observe(texts[rank::processes], IDLE)
+        for prompt, response in texts:
+            policy.train()(input_ids=torch.tensor([[*prompt, *response]])).logits.square().mean().backward()
+        losses.append(trainer.step().get("drafter/loss"))
+    return {"losses": losses, "weights": [p.double().abs().sum().item() for p in drafter.parameters()]}
+
+
+@pytest.mark.slow
+def test_two_processes_of_a_sharded_policy_teach_as_one_does(build_model, tmp_path, monkeypatch):
+    """Gradients are averaged over the tokens of both, so that their drafters stay the same."""
+    from tests.runs import by_two_processes  # it imports a trainer, and the processes import this file
+
+    monkeypatch.setattr(distil, "OWN_SHARE", distil.OWN_SHARE)  # `taught` changes it
+    (first, second), _ = by_two_processes(tmp_path, PROGRAM, 120)
+    for kind in KINDS:
+        policy = build_model("llama")
+        alone = taught(drafter_of(policy, kind), policy)
+        assert first[kind]["weights"] == second[kind]["weights"] == pytest.approx(alone["weights"], abs=1e-5)
+        assert second[kind]["losses"][1] is None, "control: it has no text"
+        losses = [(first[kind]["losses"][0] + second[kind]["losses"][0]) / 2, first[kind]["losses"][1]]
+        assert losses == pytest.approx(alone["losses"], rel=1e-5)
+    apart = [ours["model, not averaged"]["weights"] for ours in (first, second)]
+    assert apart[0] != apart[1], "planted fault"
+    assert apart[0] != pytest.approx(first["model"]["weights"], abs=1e-3)

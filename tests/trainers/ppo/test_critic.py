@@ -103,8 +103,8 @@ def test_values_are_float32_under_autocast(build_model, separate):
     both.value.register_forward_pre_hook(lambda _, given: states.append(given[0]))
     with torch.autocast("cpu", torch.bfloat16):
         outputs = both(batch.ids, batch.attention, batch.length)
-        rounded = both.value(states[0])[..., 0]  # planted fault: autocast stays on
-    want = torch.nn.functional.linear(states[0], both.value.weight, both.value.bias)[..., 0]
+        rounded = both.value(states[0]).view_as(outputs.values)  # planted fault: autocast stays on
+    want = torch.nn.functional.linear(states[0], both.value.weight, both.value.bias).view_as(outputs.values)
     assert outputs.values.dtype == torch.float32
     assert torch.equal(outputs.values, want)
     assert not torch.equal(rounded.float(), want)
