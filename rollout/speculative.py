@@ -69,6 +69,7 @@ class SpeculativeRollout:
         self._reused = 0.0
         self._announced: list[Planned] = []
         self._ahead: dict[int, AheadText] = {}  # by key, of announced rows
+        self._ahead_s = 0.0  # worker seconds ahead that no batch was charged with yet
 
     def generate(
         self,
@@ -96,7 +97,9 @@ class SpeculativeRollout:
         visits = [visit] * len(rows) if isinstance(visit, int) else visit
         planned = self._plan(rows, sample_indices, visits, domain)
         works_ahead = domain == "rollout" and self.runs_ahead
-        ahead_s = self._take() if works_ahead else 0.0
+        if works_ahead:
+            self.stop_ahead()
+        ahead_s = self._ahead_s if works_ahead else 0.0
         ahead = [self._ahead.get(p.key) for p in planned] if works_ahead else []
         if self.twin and domain == "rollout":
             self._twin_texts = self.twin.texts([p.key for p in (*planned, *self._announced)])
@@ -145,26 +148,30 @@ class SpeculativeRollout:
     def announce(self, rows: Sequence[Row], *, visit: Sequence[int], sample_indices: Sequence[int]) -> None:
         """Names the rows that the `generate` after the next one will probably ask for, with their visits and samples.
 
-        Workers that the next `generate` leaves idle begin them. A wrong guess costs time only.
+        Workers that the next `generate` leaves idle begin them, and those of earlier calls. A wrong guess costs time.
         """
-        self._announced = []
         if rows and self.runs_ahead:
-            self._announced = self._plan(rows, sample_indices, visit, "rollout")
+            self._announced += self._plan(rows, sample_indices, visit, "rollout")
 
-    def _take(self) -> float:
-        """Stops work ahead and keeps its texts; returns the worker seconds that it took."""
-        assert isinstance(self.engine, WorksAhead)
-        texts, seconds = self.engine.stop()
-        self._ahead |= texts
-        return seconds
+    def stop_ahead(self) -> None:
+        """Stops work ahead within a pass, after which `text_ahead` has its texts; `generate` does so too."""
+        if isinstance(self.engine, WorksAhead) and self.runs_ahead:
+            texts, seconds = self.engine.stop()
+            self._ahead |= texts
+            self._ahead_s += seconds
+
+    def text_ahead(self, row: Row, *, visit: int, sample_index: int) -> AheadText | None:
+        """What was rolled out of an announced row when work ahead was last stopped."""
+        (planned,) = self._plan([row], [sample_index], [visit], "rollout")
+        return self._ahead.get(planned.key)
 
     def _begin(self) -> None:
         """Lets the engine continue the announced rows from their texts so far."""
-        announced = self._announced
+        announced = {planned.key: planned for planned in self._announced}
         self._announced = []
-        keys = {planned.key for planned in announced}
-        self._ahead = {key: text for key, text in self._ahead.items() if key in keys}
-        unfinished = [p for p in announced if p.key not in self._ahead or self._ahead[p.key].finish is None]
+        self._ahead_s = 0.0
+        self._ahead = {key: text for key, text in self._ahead.items() if key in announced}
+        unfinished = [p for key, p in announced.items() if key not in self._ahead or self._ahead[key].finish is None]
         assert isinstance(self.engine, WorksAhead)
         self.engine.begin(self._requests(unfinished, self.cache))
 

@@ -25,6 +25,7 @@ from specrl.trainers.keeping import Keeping, diversity
 from specrl.trainers.scored import Generated, Scored, check_batch
 from specrl.trainers.tools import ToolResults
 from specrl.trainers.turns import Turn, by_turn
+from specrl.trainers.turns_ahead import ConversationsAhead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerState
@@ -106,6 +107,8 @@ class Rollouts:
         self._fields: dict[str, dict] = {}
         """Dataset rows of the step, by example id."""
         self._metrics: dict[str, Metric] = {}
+        self._conversations_ahead: ConversationsAhead | None = None
+        """Of the batch that was announced last, where there are tools."""
         self.sampled_batch: Scored
         """Everything that the last `collect` rolled out."""
         self.train_batch: Scored
@@ -191,7 +194,7 @@ class Rollouts:
         self._fields |= {row["example_id"]: row for row in inputs}
         rows, sample_indices = self._rows(inputs, first)
         visits = self._per_row(rows, self._visits.next)
-        announce = self._announcement(first) if self._ahead else lambda: None
+        announce = self._announcement(first) if self._ahead else lambda turn: None
         turns = None
         if self._setup.tools:
             conversations, turns = self._converse(self._setup.tools, rows, sample_indices, visits, announce)
@@ -199,7 +202,7 @@ class Rollouts:
             batch.completions = [conversation.whole() for conversation in conversations]
             responses: list[list] = [conversation.messages for conversation in conversations]
         else:
-            announce()
+            announce(0)
             batch = self.source.generate(rows, visit=visits, step=self.version, sample_indices=sample_indices)
             responses = [c.tokens for c in batch.completions]
         check_batch(batch, len(inputs), self.version)
@@ -216,16 +219,16 @@ class Rollouts:
         rows: Sequence[Row],
         sample_indices: Sequence[int],
         visits: Sequence[int],
-        announce: Callable[[], None],
+        announce: Callable[[int], None],
     ) -> tuple[list[Conversation], Generated]:
         """A conversation that begins with each row, and what was generated for all of them.
 
-        Args: announce: announces the next batch, which idle workers go on with in every turn.
+        Args: announce: announces the next batch in each turn, whose number it is given.
         """
         turns: list[Turn] = []
 
         def respond(going: list[Conversation], rows: list[Row]) -> list[Completion]:
-            announce()
+            announce(len(turns))
             batch = self.source.generate(
                 rows,
                 visit=[conversation.visit for conversation in going],
@@ -236,8 +239,7 @@ class Rollouts:
             turns.append(Turn(rows, batch, self.version, training=True))
             return batch.completions
 
-        columns = zip(rows, sample_indices, visits, strict=True)
-        begun = [Conversation(row.example_id, i, visit, len(row.prompt), [*row.prompt]) for row, i, visit in columns]
+        begun = _begun(rows, sample_indices, visits)
         max_tokens = self.source.config.max_new_tokens
         converse(begun, respond, tools, max_turns=self._setup.max_turns, max_tokens=max_tokens)
         self._note(by_turn(turns) | tools.take_metrics(len(begun)))
@@ -248,11 +250,22 @@ class Rollouts:
         rows = [Row(row["example_id"], tuple(self._setup.render(row))) for row in inputs]
         return rows, [(first + i) % self._group_size for i in range(len(inputs))]
 
-    def _announcement(self, first: int) -> Callable[[], None]:
-        """Announces the next batch to the source of responses, as far as it is known before this one is rolled out."""
+    def _announcement(self, first: int) -> Callable[[int], None]:
+        """Announces the next batch to the source of responses in a turn of this one, as far as it is known by then."""
         rows, sample_indices = self._rows(self._upcoming(), first)
         visits = self._per_row(rows, self._visits.so_far)
-        return lambda: self.source.announce(rows, visit=visits, sample_indices=sample_indices)
+        if not self._setup.tools:
+            return lambda turn: self.source.announce(rows, visit=visits, sample_indices=sample_indices)
+        this_batch = self._conversations_ahead
+        coming = ConversationsAhead(
+            _begun(rows, sample_indices, visits),
+            self._setup.tools,
+            self.source,
+            max_turns=self._setup.max_turns,
+            max_tokens=self.source.config.max_new_tokens,
+        )
+        self._conversations_ahead = coming
+        return lambda turn: coming.announce_beside(this_batch, turn)
 
     @staticmethod
     def _per_row(rows: Sequence[Row], visits: Callable[[list[str]], list[int]]) -> list[int]:
@@ -351,3 +364,9 @@ class Rollouts:
         ratios, metrics = measured_weights(logp, behaviour, mask, options.correction, options.correction_cap)
         self._note(metrics)
         return ratios
+
+
+def _begun(rows: Sequence[Row], sample_indices: Sequence[int], visits: Sequence[int]) -> list[Conversation]:
+    """A conversation that begins with each row."""
+    columns = zip(rows, sample_indices, visits, strict=True)
+    return [Conversation(row.example_id, i, visit, len(row.prompt), [*row.prompt]) for row, i, visit in columns]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu import draw, env, generate, numerics, passes, rival, rollouts, training
+from benchmarks.gpu import draw, engines, env, generate, numerics, passes, rival, rollouts, training
 from benchmarks.gpu.machine import about, machine
 from benchmarks.gpu.run import Phase, Report, faults, run
 from benchmarks.gpu.sizes import SMALL, Sizes
@@ -29,6 +29,7 @@ PHASES = (
     Phase("rollouts", rollouts.steps, 200),
     Phase("numerics", numerics.steps, 60),
     Phase("training", training.steps, 60),
+    Phase("engines", engines.steps, 400),
 )
 
 
@@ -50,7 +51,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", required=True, help="write the figures to this JSON file, after every measurement")
     parser.add_argument("--small", type=lambda text: text == "true", help="true: tiny sizes, every phase, anywhere")
     parser.add_argument("--phases", type=chosen, default=PHASES, help="only these, by number or name: 0,1,pass")
-    parser.add_argument("--seconds", type=int, default=500, help="of all phases together")
+    parser.add_argument("--seconds", type=int, default=900, help="of all phases together")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     return parser.parse_args([f"--{word}" for word in words])
 

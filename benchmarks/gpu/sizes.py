@@ -60,6 +60,8 @@ class Sizes:
     probes: int = 64
     train: tuple[str, ...] = ("trainer.max_steps=6", "dataset.train_size=8", "rollout.measure_every=0")
     """Three epochs: from the second on there is old text."""
+    head_steps: int = 128
+    """Texts that a head is trained on."""
     compile_s: float = 45.0
     """What compiling the policy may take."""
 
@@ -74,8 +76,8 @@ SMALL = Sizes(
     draw_vocab=512,
     draw_hidden=(64,),
     draw_rows=(4, 8),
-    policy=Shape(64, 128, 2, 4, 2, 16, 512),
-    smaller=Shape(64, 96, 2, 4, 2, 16, 512),
+    policy=Shape(128, 128, 2, 4, 2, 32, 512),  # sizes for which vLLM has kernels on a CPU
+    smaller=Shape(128, 96, 2, 4, 2, 32, 512),
     prompts=2,
     prompt_tokens=12,
     group=4,
@@ -89,5 +91,6 @@ SMALL = Sizes(
     numeric_tokens=32,
     probes=4,
     train=("trainer.max_steps=2", "dataset.train_size=4", "rollout.max_new_tokens=32", "trainer.eval_prompts=4"),
+    head_steps=8,
     compile_s=0.0,
 )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import wraps
 from importlib.util import find_spec
-from threading import Thread
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 from specrl.config.options import ConfigError
@@ -19,7 +19,7 @@ from specrl.rollout.types import Completion, EngineStats, Request, Row
 from specrl.run.prompts import render, variables
 from specrl.run.tools import load_tools
 from specrl.trainers.conversations import Answer, Conversation, converse
-from specrl.trainers.tools import ToolResults
+from specrl.trainers.tools import ToolResults, is_deterministic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +56,10 @@ class Toolbox:
         self._options = options
         functions, schemas = load_tools(tuple(options.tools))
         self._schemas: list[dict | Callable] = [*schemas]
-        self._tools = {f.__name__: self.results.wrap(self._bounded(f)) for f in functions}
+        bounded = {f.__name__: self._bounded(f) for f in functions}
+        self._tools = {name: self.results.wrap(tool) for name, tool in bounded.items()}
+        self._deterministic = {name: tool for name, tool in bounded.items() if is_deterministic(tool)}
+        self._one_at_a_time = Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls = 0
         self._failures = 0
@@ -85,13 +88,26 @@ class Toolbox:
         began = time.perf_counter()
         made = [call["function"] for part in calls for call in part]
         texts = iter(self._call(made))
-        answers = []
-        for part in calls:
-            names = [call["function"]["name"] for call in part]
-            messages = [{"role": "tool", "name": name, "content": next(texts)} for name in names]
-            answers.append(Answer(messages, self._follow(messages)))
+        answers = [self._answer(part, [next(texts) for _ in part]) for part in calls]
         self._spent_s += time.perf_counter() - began
         return answers
+
+    def foresee(self, calls: Sequence[dict[str, Any]]) -> Answer | None:
+        """The answer to the calls of a response that was rolled out ahead, if tools are deterministic and it is known.
+
+        Else None. A synchronous call without a kept result is begun, while the policy still writes.
+        """
+        texts = []
+        for function in (call["function"] for call in calls):
+            tool = self._deterministic.get(function["name"])
+            text = self.results.foresee(tool, function["arguments"]) if tool else None
+            texts += [] if text is None else [_shortened(text)]
+        return self._answer(calls, texts) if len(texts) == len(calls) else None
+
+    def _answer(self, calls: Sequence[dict[str, Any]], texts: Sequence[str]) -> Answer:
+        names = [call["function"]["name"] for call in calls]
+        messages = [{"role": "tool", "name": n, "content": text} for n, text in zip(names, texts, strict=True)]
+        return Answer(messages, self._follow(messages))
 
     def _follow(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """The token ids of tool messages after a response with its EOS token, and of the next response's opening."""
@@ -184,8 +200,9 @@ class Toolbox:
                 except (Exception, SystemExit) as error:
                     done.set_exception(error if isinstance(error, Exception) else RuntimeError("it called sys.exit"))
 
-            Thread(target=work, name=f"tool-{tool.__name__}", daemon=True).start()
-            return done.result(limit)
+            with self._one_at_a_time:  # calls that were begun ahead run in another thread
+                Thread(target=work, name=f"tool-{tool.__name__}", daemon=True).start()
+                return done.result(limit)
 
         return call
 
@@ -199,10 +216,8 @@ class Toolbox:
                 self._timeouts += 1
                 reason = f"no result within {self._options.tool_timeout_s:g} s"
             text = str({"error": reason[:LONGEST]})
-        if len(text) > LONGEST:
-            self._cut += 1
-            return f"{text[:LONGEST]}... (cut from {len(text)} characters)"
-        return text
+        self._cut += len(text) > LONGEST
+        return _shortened(text)
 
     def take_metrics(self, conversations: int) -> dict[str, Metric]:
         """The metrics of the calls since the last time."""
@@ -216,6 +231,10 @@ class Toolbox:
         self._calls = self._failures = self._timeouts = self._cut = 0
         self._spent_s = 0.0
         return metrics | self.results.take_metrics()
+
+
+def _shortened(text: str) -> str:
+    return f"{text[:LONGEST]}... (cut from {len(text)} characters)" if len(text) > LONGEST else text
 
 
 def _dialogue(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:

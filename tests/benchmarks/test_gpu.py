@@ -45,7 +45,7 @@ def test_a_wrong_word_is_refused(word, capsys):
 def test_phases_are_chosen_by_number_or_name_in_their_own_order():
     options = parse(["out=a=b.json", "phases=draw,0", "small=true"])
     assert [phase.name for phase in options.phases] == ["env", "draw"]
-    assert (options.out, options.small, options.seconds) == ("a=b.json", True, 500)
+    assert (options.out, options.small, options.seconds) == ("a=b.json", True, 900)
 
 
 # --- phases that fail
@@ -170,7 +170,7 @@ def test_every_phase_runs_on_a_bare_machine(tmp_path):
     assert all(phase["figures"] for phase in phases.values())
     found = {name: phase["figures"] for name, phase in phases.items()}
     assert "not installed: trl, datasets, math_verify" in found["training"]["grpo"]["skipped"]
-    assert found["vllm"]["vllm"] == {"skipped": "vllm is not installed"}
+    assert found["vllm"]["vllm"] == found["engines"]["vllm"] == {"skipped": "vllm is not installed"}
     assert found["env"]["us_per_op"]["add"] > 0
     assert found["draw"]["integers_equal"] == {"words": True, "eager": True}
     assert found["draw"]["hidden 64"]["8 rows"]["same_draws_as_cpu"] == {"draws": 8, "differ": 0}
@@ -194,6 +194,24 @@ def test_training_ends_with_the_same_weights(tmp_path):
     assert found["same"]
     assert len(found["exact"]) == 64
     assert max(found["reused_ratio"]) > 0
+
+
+@pytest.mark.long
+def test_the_production_engine_is_measured_line_by_line(tmp_path):
+    pytest.importorskip("vllm")
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "small=true", "phases=engines", "device=cpu", f"out={out}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = figures(out)["phases"]["engines"]["figures"]
+    plain, texts = found["host drafts"]["plain"], found["host drafts"]["texts"]
+    assert plain["tokens"] == texts["tokens"]
+    assert plain["reused"] == 0 < 0.3 < texts["reused"]
+    assert texts["passes"] < plain["passes"]
+    assert texts["counts"]["operations_a_pass"] > 0
+    assert len(found["weights"]["memory"]["seconds"]) == 3
+    for line in (found["stock vllm"]["head"], found["device drafts"]["texts"], found["head"]["head"], found["sleep"]):
+        assert "only on CUDA" in line["skipped"]
 
 
 @pytest.mark.long

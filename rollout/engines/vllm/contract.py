@@ -38,6 +38,7 @@ _V1 = {
 }
 _V2 = {
     **_SYNCHRONOUS,
+    f"{_GPU}spec_decode.ngram.speculator:NgramGPUSpeculator": "propose",
     f"{_GPU}sample.sampler:Sampler.__call__": "self logits input_batch",
     f"{_GPU}sample.sampler:Sampler.sample": (
         "self logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos "
@@ -84,29 +85,30 @@ NAMES = {"served": _SERVED, "v1": _V1, "v2": _V2}
 
 def check(runner: str) -> None:
     """Raises RolloutError naming what the installed vLLM lacks or has otherwise."""
+    if difference := differs(runner):
+        other = "rollout.vllm.runner=v1" if runner == "v2" else "rollout.engine=transformers"
+        raise RolloutError(f"{difference}. Install vllm==0.32.0, or take {other}")
+
+
+def differs(runner: str) -> str:
+    """What the installed vLLM lacks or has otherwise, as a clause of a message; empty if it has everything."""
     for path, words in NAMES[runner].items():
-        wanted = words.split()
-        module, _, names = path.partition(":")
-        try:
-            target: Any = import_module(module)
-            for name in names.split("."):
-                target = getattr(target, name)
-        except (ImportError, AttributeError) as error:
-            raise _differs(path, "is not there", runner) from error
-        if inspect.isclass(target):
-            source = inspect.getsource(target)  # attributes that a constructor sets are found nowhere else
-            missing = [name for name in wanted if not re.search(rf"\b{name}\b", source)]
-            if missing:
-                raise _differs(path, f"has no {missing[0]}", runner)
-        else:
-            arguments = list(inspect.signature(target).parameters)
-            if arguments != wanted:
-                raise _differs(path, f"has ({', '.join(arguments)})", runner)
+        if how := _how_it_differs(path, words.split()):
+            return f"vllm {vllm.__version__}: {path.replace(':', '.')} {how}, and specrl relies on it"
+    return ""
 
 
-def _differs(path: str, how: str, runner: str) -> RolloutError:
-    other = "rollout.vllm.runner=v1" if runner == "v2" else "rollout.engine=transformers"
-    return RolloutError(
-        f"vllm {vllm.__version__}: {path.replace(':', '.')} {how}, and specrl relies on it. Install vllm==0.32.0, or "
-        f"take {other}"
-    )
+def _how_it_differs(path: str, wanted: list[str]) -> str:
+    module, _, names = path.partition(":")
+    try:
+        target: Any = import_module(module)
+        for name in names.split("."):
+            target = getattr(target, name)
+    except (ImportError, AttributeError):
+        return "is not there"
+    if inspect.isclass(target):
+        source = inspect.getsource(target)  # attributes that a constructor sets are found nowhere else
+        missing = [name for name in wanted if not re.search(rf"\b{name}\b", source)]
+        return f"has no {missing[0]}" if missing else ""
+    arguments = list(inspect.signature(target).parameters)
+    return f"has ({', '.join(arguments)})" if arguments != wanted else ""

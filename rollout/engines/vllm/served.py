@@ -25,7 +25,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
 
 from specrl.rollout.config import RolloutConfig
-from specrl.rollout.engines.vllm.contract import check
+from specrl.rollout.engines.vllm.contract import check, differs
 from specrl.rollout.engines.vllm.logits import OF_CPU_SERVER, OF_SERVER, LogitsBudget, max_draft_tokens
 from specrl.rollout.engines.vllm.wire import KeyedRequest, extra_args_of
 from specrl.rollout.types import RolloutError
@@ -48,7 +48,7 @@ ENGINE_ARGS = {
         "scheduler_cls": f"{_HERE}.served.ServedScheduler",
     },
 }
-"""Arguments of a server's engine, by vLLM's model runner: V2 wherever there is Triton, V1 on CPU builds.
+"""Arguments of a server's engine, by vLLM's model runner: V2 with Triton and vLLM 0.32, else V1.
 
 The number bounds a row's draft in one step, up to 127. The engine's core imports this module by `scheduler_cls`.
 """
@@ -63,7 +63,8 @@ _V1_SERVES = {
 
 def engine_args() -> dict:
     """Those of ENGINE_ARGS that suit this machine."""
-    return ENGINE_ARGS["v2" if HAS_TRITON and envs.VLLM_USE_V2_MODEL_RUNNER is not False else "v1"]
+    v2 = HAS_TRITON and envs.VLLM_USE_V2_MODEL_RUNNER is not False and not differs("v2")
+    return ENGINE_ARGS["v2" if v2 else "v1"]
 
 
 def weight_transfer() -> str:

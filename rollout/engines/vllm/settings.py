@@ -10,6 +10,7 @@ from vllm.triton_utils import HAS_TRITON
 
 from specrl.rollout.engines.base import EngineSpec, SamplingParams
 from specrl.rollout.engines.local.head import is_head
+from specrl.rollout.engines.vllm.contract import differs
 from specrl.rollout.types import RolloutError
 
 CPU_KV_MB = 512
@@ -94,7 +95,7 @@ def choose_runner(spec: EngineSpec, sampling: SamplingParams) -> str:
         no_v1 = f"{spec.rollout.planned} needs drafts that come with the plan of a step"
     if not HAS_TRITON:
         no_v2 = "it needs a GPU, or Triton"
-    else:  # vLLM raises smaller temperatures to this
+    elif not (no_v2 := differs("v2")):  # vLLM raises smaller temperatures to this
         no_v2 = f"it samples at rollout.temperature=0 or 0.01 and more, not {sampling.temperature}"
         no_v2 *= 0 < sampling.temperature < 0.01
     reasons = {"v2": no_v2, "v1": no_v1}

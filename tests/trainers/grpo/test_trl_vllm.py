@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -32,36 +31,18 @@ ENVIRONMENT = os.environ | {
 STARTS_WITHIN = 180  # seconds
 
 
-TURNS = {"single": 1, "rloo": 1, "tools": 3}
-"""Turns of the longest conversation of a script. vllm_script.py has two more kinds, async and environment."""
-
-
-def runs(folder: Path, mode: str, kind: str, *url: str) -> dict:
-    """The runs of vllm_script.py with drafts and without."""
-    command = [sys.executable, "-m", "tests.trainers.grpo.vllm_script", str(folder), mode, kind, *url]
+def row_of_the_matrix(folder: Path, mode: str, kind: str, *url: str) -> None:
+    """Runs matrix.py, which compares. Its kinds async and environment are left out here."""
+    command = [sys.executable, "-m", "tests.trainers.grpo.matrix", str(folder), mode, kind, *url]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((folder / f"{kind}.json").read_text())
-
-
-def check(both: dict, turns: int) -> None:
-    """Drafts changed nothing, and were accepted from the second visit on."""
-    off, exact = both["off"], both["exact"]
-    for name in ("tokens", "keys", "loss", "reward", "weights", "turns"):
-        assert off[name] == exact[name], name
-    assert max(exact["turns"]) == turns
-    assert len(set(exact["keys"])) == len(exact["keys"])
-    assert not any(off["accepted"])
-    assert exact["accepted"][-1] > 0
-    assert exact["passes"][-1] < 0.7 * off["passes"][-1], "the last visit takes fewer steps of the engine"
-    assert exact["spec/flips_per_1k"] == [0.0] * len(exact["spec/speedup"])
-    assert max(exact["gap"], default=0) < 1e-3, "vLLM has the trainer's weights, up to rounding"
+    assert "equal in" in done.stdout
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["rloo", "tools"])
 def test_colocated(kind, tmp_path):
-    check(runs(tmp_path, "colocate", kind), TURNS[kind])
+    row_of_the_matrix(tmp_path, "colocate", kind)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +89,7 @@ class serving:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["single", "tools"])
 def test_served(kind, server, tmp_path):
-    check(runs(tmp_path, "server", kind, server), TURNS[kind])
+    row_of_the_matrix(tmp_path, "server", kind, server)
 
 
 @pytest.mark.long

@@ -92,7 +92,7 @@ def shared_memory(tmp_path, monkeypatch):
     """The directory for weight transfers in this test, to which no other process writes."""
     folder, make = tmp_path / "shm", tempfile.mkdtemp
     folder.mkdir()
-    monkeypatch.setattr(tempfile, "mkdtemp", lambda **options: make(**{**options, "dir": folder}))
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda suffix=None, prefix=None, dir=None: make(suffix, prefix, folder))
     return folder
 
 
