@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from torch.nn import Module
 from transformers import AutoTokenizer
 
 from specrl.rollout.checks import check
@@ -22,8 +21,11 @@ from specrl.rollout.lossy.pair import fingerprint, read_card
 from specrl.rollout.sections import RoutedConfig
 from specrl.rollout.types import RolloutError
 
-ENTROPY_WINDOW = 4  # tokens of the entropy's rolling mean
-MAX_SURPRISE = 50.0  # nats; a token that top-k or top-p excludes would be infinitely unlikely
+MAX_SURPRISE = 50.0  # nats; a token that the model excludes would be infinitely unlikely
+FEATURES = ("step max", "step mean", "history max", "history mean", "step tokens", "history tokens")
+"""Of a learned router: surprise of the step's tokens and of those before it, and their numbers."""
+GRID = 21
+"""Thresholds 0, 0.05 ... 1 at which a learned router's card has its usual gap."""
 
 Source = Literal["draft", "policy"]
 End = Literal["separator", "eos", "cap", "broken"]
@@ -38,11 +40,15 @@ class Step:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """Log-prob of each token under its source, after temperature, top-k and top-p."""
-    entropies: list[float] = field(default_factory=list)
-    """Entropy of the source's distribution at each token, in nats; empty when no router needs it."""
     policy_logprobs: list[float] = field(default_factory=list)
     """Log-prob of each token under the policy; empty while the policy has not read a draft step."""
-    end: End = "cap"
+    end: End | None = None
+    """None while the step is being written."""
+
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Appends tokens, with their log-probs under the source."""
+        self.tokens += tokens
+        self.logprobs += logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,7 @@ class StepEnd:
         decode: token ids to text.
         eos_ids: ids that end the response.
         max_tokens: a longer step is cut, and its row goes to the policy.
+        vocab: ids below it have text.
 
     Raises:
         RolloutError: no separator, an empty one, or a cap below 1.
@@ -84,26 +91,36 @@ class StepEnd:
         decode: Callable[[list[int]], str | list[str]],
         eos_ids: Collection[int],
         max_tokens: int,
+        vocab: int,
     ):
         check(RolloutConfig(routed=RoutedConfig(separators=[*separators], max_step_tokens=max_tokens)))
+        self.eos_ids = frozenset(eos_ids)
+        self.max_tokens = max_tokens
         self._separators = tuple(separators)
         self._decode = decode
-        self._eos_ids = frozenset(eos_ids)
-        self.max_tokens = max_tokens
-        last_characters = {separator[-1] for separator in separators}
-        self._may_close = cache(lambda token: not last_characters.isdisjoint(self._text([token])))
+        self._vocab = vocab
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids with which a step may end: those whose text has the last character of a separator."""
+        last_characters = {separator[-1] for separator in self._separators}
+        ids = range(self._vocab)
+        return frozenset(token for token in ids if not last_characters.isdisjoint(self._text([token])))
 
     def __call__(self, tokens: Sequence[int]) -> End | None:
-        """Why the step `tokens` ends with its last token, None if it continues. It must be called after every token."""
-        if tokens[-1] in self._eos_ids:
+        """Why the step `tokens` ends with its last token, None if it continues.
+
+        It must be called at least after every token of `stop_ids`.
+        """
+        if tokens[-1] in self.eos_ids:
             return "eos"
-        if self._may_close(tokens[-1]) and any(separator in self._text(tokens) for separator in self._separators):
+        if tokens[-1] in self.stop_ids and any(separator in self._text(tokens) for separator in self._separators):
             return "separator"
         return "cap" if len(tokens) >= self.max_tokens else None
 
     def blank(self, tokens: Sequence[int]) -> bool:
         """True for a step without text, such as a lone separator. EOS ids do not count as text."""
-        return not self._text([t for t in tokens if t not in self._eos_ids]).strip()
+        return not self._text([t for t in tokens if t not in self.eos_ids]).strip()
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._decode([*tokens]))
@@ -125,8 +142,11 @@ class Router:
     high: float = math.inf
     """The range of scores; any other score is a fault."""
     needs: frozenset[str] = frozenset()
-    """What candidates must contain: `entropy` (Step.entropies), `likelihood` (Step.policy_logprobs, for which the
-    policy reads each draft step in a pass), `rival` (Candidate.rival)."""
+    """What candidates must contain: `likelihood` (Step.policy_logprobs, for which the policy reads each draft step),
+    `rival` (Candidate.rival). A router that needs neither decides before any pass of the policy."""
+    usual_gap: float | None = None
+    """Of a learned router: by how many nats a token the steps that it kept when it was trained were more likely under
+    the draft model than under the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,20 +177,6 @@ def decide(router: Router, candidates: Sequence[Candidate]) -> Decision:
     reason = f"the router gave {bad[0]}, not in {router.low:g}..{router.high:g}" if bad else ""
     threshold = min(router.threshold, router.high)
     return Decision([not router.low <= score <= threshold for score in scores], len(bad), reason)
-
-
-def by_entropy(threshold: float, window: int = ENTROPY_WINDOW) -> Router:
-    """Escalates a step whose largest rolling mean of the draft's entropy is above the threshold, in nats.
-
-    After Entropy Adaptive Decoding (arXiv 2502.06833), which switches models at every token; here per step. The mean of
-    a step with fewer than `window` tokens is over all of them.
-    """
-
-    def peak(values: Sequence[float]) -> float:
-        width = min(window, len(values))
-        return max(sum(values[i : i + width]) / width for i in range(len(values) - width + 1))
-
-    return Router(lambda steps: [peak(c.step.entropies) for c in steps], threshold, needs=frozenset({"entropy"}))
 
 
 def by_likelihood(threshold: float) -> Router:
@@ -211,18 +217,20 @@ def by_advantage(advantage: Scorer, threshold: float = 0.0) -> Router:
     return Router(advantage, threshold, low=-1.0, high=1.0, needs=needs)
 
 
-def learned(weights: Sequence[float], threshold: float = 0.5) -> Router:
+def learned(weights: Sequence[float], threshold: float = 0.5, usual_gap: float | None = None) -> Router:
     """After Arbitrage (arXiv 2512.05033): escalates where the policy's step is probably worth more than the draft's.
 
-    Arbitrage classifies the text. This classifier uses how unlikely the policy finds the step and the steps before: an
-    unlikely step is probably wrong, and after an earlier mistake there is less to gain.
+    It decides before any pass of the policy. Arbitrage classifies the text; this classifier uses how surprising the
+    draft model found its own tokens, of the step and of the steps before, with the lengths of both.
 
     Args:
         weights: of `features`, in their order, and last the bias.
         threshold: probability, 0 to 1; higher keeps more draft steps.
+        usual_gap: see Router.
     """
-    needs = frozenset({"likelihood"})
-    return Router(lambda steps: [probability(weights, features(c)) for c in steps], threshold, high=1.0, needs=needs)
+    return Router(
+        lambda steps: [probability(weights, features(c)) for c in steps], threshold, high=1.0, usual_gap=usual_gap
+    )
 
 
 def load_learned(
@@ -236,15 +244,27 @@ def load_learned(
         RolloutError: it belongs to another pair or other steps, or is not a router.
     """
     card = read_card(folder, "arbitrage", draft=draft, policy=policy, separators=list(separators))
-    weights = card.get("weights")
-    if not (isinstance(weights, list) and len(weights) == 3 and all(isinstance(w, float) for w in weights)):
-        raise RolloutError(f"the router in {folder} has weights={weights}, not two and a bias; train it again")
-    return learned(weights, threshold)
+    weights, gaps = card.get("weights"), card.get("usual_gaps")
+    if not (_floats(weights, len(FEATURES) + 1) and _floats(gaps, GRID)):
+        raise RolloutError(
+            f"the router in {folder} has weights={weights!r:.60} and usual_gaps={gaps!r:.60}, not "
+            f"{len(FEATURES) + 1} and {GRID} numbers: another version trained it. Train it again"
+        )
+    return learned(weights, threshold, gaps[round(threshold * (GRID - 1))])
 
 
-def features(candidate: Candidate) -> tuple[float, float]:
-    """log(1 + s) for s = -log p of the policy's least likely token: of the step, and of all steps before it."""
-    return math.log1p(_surprise([candidate.step])), math.log1p(_surprise(candidate.history))
+def _floats(values: object, count: int) -> bool:
+    return isinstance(values, list) and len(values) == count and all(isinstance(value, float) for value in values)
+
+
+def features(candidate: Candidate) -> tuple[float, ...]:
+    """FEATURES of a draft step, each as log(1 + x), from what the draft model and the response so far tell.
+
+    The surprise of a token is -log p under the model that wrote it, at most MAX_SURPRISE.
+    """
+    step, history = _surprises([candidate.step]), _surprises(candidate.history)
+    values = max(step, default=0.0), _mean(step), max(history, default=0.0), _mean(history), len(step), len(history)
+    return tuple(math.log1p(value) for value in values)
 
 
 def probability(weights: Sequence[float], values: Sequence[float]) -> float:
@@ -253,35 +273,33 @@ def probability(weights: Sequence[float], values: Sequence[float]) -> float:
     return (1 + math.tanh(logit / 2)) / 2  # the logistic function, in a form that never overflows
 
 
-def _surprise(steps: Sequence[Step]) -> float:
-    """In nats, 0 without tokens."""
-    return min(MAX_SURPRISE, max((-logprob for step in steps for logprob in step.policy_logprobs), default=0.0))
+def _surprises(steps: Sequence[Step]) -> list[float]:
+    return [min(MAX_SURPRISE, -logprob) for step in steps for logprob in step.logprobs]
 
 
-def build_router(
-    config: RoutedConfig, spec: EngineSpec, policy: Module, draft: Module | None, scorer: Scorer | None
-) -> tuple[Router, StepEnd]:
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+def build_router(config: RoutedConfig, spec: EngineSpec, scorer: Scorer | None) -> tuple[Router, StepEnd]:
     """The router of `rollout.routed`, and the end of its steps.
 
     Raises:
-        RolloutError: no draft model, no process reward for rsd, or a learned router of another pair.
+        RolloutError: no process reward for rsd, or a learned router of another pair.
     """
-    if draft is None:
-        raise RolloutError(f"rollout.routed.by={config.by} needs a model that writes steps: set rollout.drafter")
     tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer or spec.model)
-    step_end = StepEnd(config.step_separators, tokenizer.decode, spec.eos_ids, config.max_step_tokens)
-    if config.by == "entropy":
-        return by_entropy(config.threshold), step_end
+    step_end = StepEnd(config.step_separators, tokenizer.decode, spec.eos_ids, config.max_step_tokens, len(tokenizer))
     if config.by == "likelihood":
         return by_likelihood(config.threshold), step_end
     if config.by == "rsd":
         if scorer is None:
             raise RolloutError("rollout.routed.by=rsd needs process rewards of steps, and no scorer was passed")
         return by_reward(scorer, config.threshold), step_end
+    on_cpu = replace(spec, device="cpu")
     router = load_learned(
         config.path,
-        draft=fingerprint(draft),
-        policy=fingerprint(policy),
+        draft=fingerprint(on_cpu.load(spec.rollout.drafter)),
+        policy=fingerprint(on_cpu.load(spec.model)),
         separators=config.step_separators,
         threshold=config.threshold,
     )

@@ -50,6 +50,7 @@ class Reader:
         self._tie_margin = tie_margin
         self._prompts = [r.prompt for r in requests]
         self._keys = np.array([r.key for r in requests])
+        self._firsts = np.array([r.position for r in requests])
         self._prompt_lengths = np.array([len(r.prompt) - 1 for r in requests])
         self._capacity = row_tokens(requests)
         self._held: list[list[int]] = [[] for _ in requests]  # what was fed, from the prompt's last token on
@@ -243,7 +244,7 @@ class Reader:
         tokens = np.fromiter(chain.from_iterable(feed.values()), np.int64)
         end = length.cumsum()
         keys = self._keys[rows].repeat(length)
-        positions = np.arange(len(tokens)) + (before - end + length).repeat(length)
+        positions = np.arange(len(tokens)) + (before - end + length + self._firsts[rows]).repeat(length)
         targets = np.empty_like(tokens)
         targets[:-1] = tokens[1:]
         targets[end - 1] = [after.get(row, 0) for row in rows] if after else 0
@@ -283,17 +284,22 @@ class Reader:
             (
                 row,
                 TargetSamples(
-                    position, tokens[i:j], logprobs[i:j], draft_logprobs[i:j], row not in unusable, (hidden, first)
+                    position + int(self._firsts[row]),
+                    tokens[i:j],
+                    logprobs[i:j],
+                    draft_logprobs[i:j],
+                    row not in unusable,
+                    (hidden, first),
                 ),
             )
             for row, position, (i, j), first in zip(rows, positions, pairwise(spans), firsts, strict=True)
         )
 
     def _canonical(self, row: int, position: int) -> tuple[int, float]:
-        """The sample at a response position by a pass over the row's prefix alone, and its log-prob."""
+        """The sample after `position` new tokens by a pass over the row's prefix alone, and its log-prob."""
         prefix = [*self._prompts[row][:-1], *self._held[row][: position + 1]]
         hidden = self.model.forward(prefix, self.model.single_row(len(prefix)))[-1:]
-        noise = (torch.tensor([x], device=hidden.device) for x in (self._keys[row], position, 0))
+        noise = (torch.tensor([x], device=hidden.device) for x in (self._keys[row], position + self._firsts[row], 0))
         (token,), (logprob,), _, _ = unpack(self.model.sampler(hidden, *noise).cpu())
         self.ties += 1
         return token, logprob

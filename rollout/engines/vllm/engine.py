@@ -90,6 +90,7 @@ class VLLMEngine:
                 f"rollout.max_new_tokens={config.max_new_tokens}; raise rollout.vllm.kv_cache_mb or lower the cap"
             )
         self._flow = self._build_flow()
+        self._sessions = 0
         sleeps = config.vllm.sleep and not current_platform.is_cpu()
         self.updates = Updates(self._llm, weight_check, config.vllm.tensor_parallel, sleeps, self._prove)
         self._calibrate()
@@ -121,7 +122,7 @@ class VLLMEngine:
         return [VLLMRow(request, drafting=not request.plain, sampling=self.sampling) for request in requests]
 
     def _run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool]) -> EngineStats:
-        with self._awake():  # vLLM froze the heap when it started, see gc_frozen
+        with self.session():  # vLLM froze the heap when it started, see gc_frozen
             try:
                 return self._flow.run(rows, stop, self.weight_version)
             except BaseException:
@@ -150,7 +151,7 @@ class VLLMEngine:
         """See Engine.score. At most one token less than the context."""
         if not 0 < len(tokens) < self.context:
             raise RolloutError(f"this engine scores 1 to {self.context - 1} tokens, not {len(tokens)}")
-        with self._awake():
+        with self.session():
             return self._scored(tokens)
 
     def _scored(self, tokens: Sequence[int]) -> list[float]:
@@ -235,14 +236,17 @@ class VLLMEngine:
         self.drafting.budget.calibrate(measured)
 
     @contextmanager
-    def _awake(self) -> Iterator[None]:
-        """The GPU holds the model during a `with` block, however it ends."""
+    def session(self) -> Iterator[None]:
+        """See HoldsSessions: the GPU holds model and KV until the outermost block ends."""
         self.updates.wake()
+        self._sessions += 1
         try:
             with one_thread():
                 yield
         finally:
-            self.updates.sleep()
+            self._sessions -= 1
+            if not self._sessions:
+                self.updates.sleep()
 
 
 def shut_down(llm: LLM, borrowed_group: bool) -> None:
