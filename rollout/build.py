@@ -77,7 +77,6 @@ def build_policy(spec: EngineSpec, model: PreTrainedModel | None = None) -> Tran
 def _routed_engine(spec: EngineSpec, model: PreTrainedModel | None, scorer: Scorer | None) -> Engine:
     """A policy and a draft of the same make."""
     from specrl.rollout.drafting.drafting import check_vocab
-    from specrl.rollout.engines.base import Limits
     from specrl.rollout.engines.local.engine import TransformersEngine
     from specrl.rollout.engines.local.head import check_writes_text, load_drafter
     from specrl.rollout.lossy.routed import RoutedRollout
@@ -89,13 +88,13 @@ def _routed_engine(spec: EngineSpec, model: PreTrainedModel | None, scorer: Scor
     alone = replace(config, drafter="", vllm=vllm)
     policy = build_policy(replace(spec, rollout=alone), model)
     draft: TransformersEngine | VLLMEngine
-    if config.engine == "vllm":
+    if isinstance(policy, TransformersEngine):
+        draft = TransformersEngine(load_drafter(spec, policy.model), policy.sampling, limits=policy.limits)
+    else:
         awake = replace(vllm, sleep=False)  # when one engine of a process sleeps, all that sleep lose their memory
         drafting = replace(alone, acceptance="off", vllm=awake)
         of_draft = replace(spec, model=config.drafter, revision="", rollout=drafting)
         draft = _vllm_engine(of_draft, policy.sampling, *rule_and_drafting(drafting, policy.sampling))
-    else:
-        draft = TransformersEngine(load_drafter(spec, policy.model), policy.sampling, limits=Limits.of(config))
     check_vocab(draft.vocab, policy.vocab)
     return RoutedRollout(policy, draft, *build_router(config.routed, spec, scorer))
 

@@ -79,11 +79,8 @@ class RoutedRollout:
         self.draft = draft
         self.router = router
         self.step_end = step_end
+        self.own_weights = policy.own_weights
         self._said: set[str] = set()  # kinds of warnings that were given
-
-    @property
-    def own_weights(self) -> bool:
-        return self.policy.own_weights
 
     @property
     def weight_version(self) -> int:

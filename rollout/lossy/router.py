@@ -6,11 +6,11 @@ Each router scores a step and has a threshold for the score.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import AutoTokenizer
 
@@ -244,17 +244,16 @@ def load_learned(
         RolloutError: it belongs to another pair or other steps, or is not a router.
     """
     card = read_card(folder, "arbitrage", draft=draft, policy=policy, separators=list(separators))
-    weights, gaps = card.get("weights"), card.get("usual_gaps")
-    if not (_floats(weights, len(FEATURES) + 1) and _floats(gaps, GRID)):
-        raise RolloutError(
-            f"the router in {folder} has weights={weights!r:.60} and usual_gaps={gaps!r:.60}, not "
-            f"{len(FEATURES) + 1} and {GRID} numbers: another version trained it. Train it again"
-        )
+    weights = _numbers(folder, card, "weights", len(FEATURES) + 1)
+    gaps = _numbers(folder, card, "usual_gaps", GRID)
     return learned(weights, threshold, gaps[round(threshold * (GRID - 1))])
 
 
-def _floats(values: object, count: int) -> bool:
-    return isinstance(values, list) and len(values) == count and all(isinstance(value, float) for value in values)
+def _numbers(folder: str | Path, card: Mapping[str, Any], name: str, count: int) -> list[float]:
+    values = card.get(name)
+    if isinstance(values, list) and len(values) == count and all(isinstance(value, float) for value in values):
+        return values
+    raise RolloutError(f"the router in {folder} has {name}={values!r:.60}, not {count} numbers; train it again")
 
 
 def features(candidate: Candidate) -> tuple[float, ...]:

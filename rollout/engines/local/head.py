@@ -15,8 +15,8 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaPreTrainedModel, LlamaRotaryEmbedding
 
-from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.config import RolloutConfig
+from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.chain import Chain
 from specrl.rollout.durable import read_json
 from specrl.rollout.engines.base import EngineSpec, Limits, SamplingParams

@@ -166,20 +166,13 @@ class Reader:
 
     # What rows hold --------------------------------------------------------------------------------------------------
 
-    def follow(self, texts: Mapping[int, Sequence[int]], last: bool = True) -> dict[int, TargetSamples]:
+    def follow(self, texts: Mapping[int, Sequence[int]]) -> dict[int, TargetSamples]:
         """Feeds the tokens of each row's text that the row does not hold; the last sample continues the text.
 
-        Args:
-            texts: row -> its whole response so far.
-            last: also feed the last token of each text; without, it is only scored, and the row still lacks it.
+        Args: texts: row -> its whole response so far.
         """
-        feed = {}
-        after = {}
-        for row, text in texts.items():
-            feed[row] = self.missing(row, text, final=False)
-            if not last:
-                after[row] = feed[row].pop()
-        return {row: samples for part in self.parts(feed) for row, samples in self.read(part, after).items()}
+        feed = {row: self.missing(row, text, final=False) for row, text in texts.items()}
+        return {row: samples for part in self.parts(feed) for row, samples in self.read(part).items()}
 
     def missing(self, row: int, text: Sequence[int], final: bool = True) -> list[int]:
         """The tokens of a response that the row does not hold, at least the last. Other tokens that it holds are lost.
@@ -218,20 +211,15 @@ class Reader:
         for first, last in chunks([len(feed[row]) for row in rows], self.model.limits.tokens_per_pass):
             yield {row: feed[row] for row in rows[first:last]}
 
-    def read(
-        self, feed: Mapping[int, Sequence[int]], after: Mapping[int, int] | None = None, ends: bool = False
-    ) -> dict[int, TargetSamples]:
+    def read(self, feed: Mapping[int, Sequence[int]], ends: bool = False) -> dict[int, TargetSamples]:
         """One pass, see `launch`, and the samples of each row."""
-        return dict(self.collect(self.launch(feed, after, ends)))
+        return dict(self.collect(self.launch(feed, ends)))
 
-    def launch(
-        self, feed: Mapping[int, Sequence[int]], after: Mapping[int, int] | None = None, ends: bool = False
-    ) -> InFlightPass:
+    def launch(self, feed: Mapping[int, Sequence[int]], ends: bool = False) -> InFlightPass:
         """Begins a pass that writes new tokens of rows and samples; none of its rows may be in another pass.
 
         Args:
             feed: row -> its new tokens, at least one; rows in the order of their slabs, as `parts` gives them.
-            after: row -> the token that follows them in its text, where that is known.
             ends: sample after the last token of each row only.
         """
         began = time.perf_counter()
@@ -247,7 +235,7 @@ class Reader:
         positions = np.arange(len(tokens)) + (before - end + length + self._firsts[rows]).repeat(length)
         targets = np.empty_like(tokens)
         targets[:-1] = tokens[1:]
-        targets[end - 1] = [after.get(row, 0) for row in rows] if after else 0
+        targets[end - 1] = 0
         in_flight = self.model.launch(tokens, layout, (keys, positions, targets), end - 1 if ends else None)
         self.passes += 1
         self.forward_tokens += len(tokens)

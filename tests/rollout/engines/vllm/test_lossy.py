@@ -149,7 +149,7 @@ ROUTERS = {
     "all": Router(lambda steps: [1.0] * len(steps), 0.5),
     "none": Router(lambda steps: [0.0] * len(steps), 0.5),
     "every other": Router(lambda steps: [len(c.history) % 2 for c in steps], 0.5),
-    "likelihood": by_likelihood(3.0),
+    "likelihood": by_likelihood(8.0),
 }
 
 
