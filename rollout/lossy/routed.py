@@ -24,8 +24,9 @@ from specrl.rollout.types import Completion, EngineStats, Request, RolloutError,
 from specrl.rollout.verify import Accepted
 
 log = logging.getLogger(__name__)
-DRIFT = 0.1
-"""Nats a token by which kept text may be less likely under the policy than when a learned router was trained."""
+DRIFT = 0.1, 0.5
+"""Nats a token, and share of the usual gap, by which kept text may be less likely under the policy than when a learned
+router was trained. Batches differ by less."""
 
 
 @dataclass(slots=True)
@@ -293,7 +294,8 @@ class RoutedRollout:
             if reused and not row.failure
         ]
         stats.route_drift += sum(gap - usual for gap in gaps)
-        if gaps and (drift := stats.route_drift / len(gaps)) > DRIFT:
+        nats, share = DRIFT
+        if gaps and (drift := stats.route_drift / len(gaps)) > nats + share * usual:
             self._warn(
                 "drift",
                 f"the draft steps that the router keeps are {drift:.2f} nats a token less likely under the policy, "

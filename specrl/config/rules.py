@@ -98,8 +98,6 @@ def _drafter_rules(c: Config) -> Iterator[str]:
         yield f"<{by}> needs a draft model. {DRAFTER}."
     if section.by in ("judge", "rsd", "arbitrage") and not section.path:
         yield f"<{by}> needs rollout.{r.acceptance}.path, a directory from specrl.train_router or specrl.train_judge."
-    if c.cluster.num_workers and r.acceptance == "judged":
-        yield "<rollout.acceptance> cannot be combined with <cluster.num_workers>. Try cluster.num_workers=0."
 
 
 def _algorithm_rules(c: Config) -> Iterator[str]:

@@ -303,3 +303,23 @@ def test_grpo_trains_on_text_that_the_draft_wrote(acceptance, by, threshold, cor
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     ratio = lines[-1]["sampling/importance_sampling_ratio/mean"]
     assert (ratio == 1.0) == (correction == "none")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("acceptance", "by"), [("routed", "rsd"), ("judged", "kl")])
+def test_workers_train_on_drafted_text_as_one_process(acceptance, by, prm, draft, tmp_path):
+    """Each worker has a policy, a draft model and what decides about its text; the policy changes at every step."""
+    options = {
+        "rollout__acceptance": acceptance,
+        "rollout__sources": "[]",
+        "rollout__drafter": draft,
+        f"rollout__{acceptance}__by": by,
+        f"rollout__{acceptance}__threshold": {"rsd": 0.5, "kl": 9}[by],
+        "rollout__routed__path": prm,
+        "rollout__routed__separators": "[' ', ',', '=', ':']",
+        "trainer__epochs": 1,
+    }
+    alone = runs.run(tmp_path / "alone", **options)
+    workers = runs.run(tmp_path / "workers", cluster__num_workers=2, cluster__object_store_mb=100, **options)
+    assert runs.differences(workers, alone) == []
+    assert 0 < alone.steps[-1].reuse < 1
