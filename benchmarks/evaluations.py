@@ -58,7 +58,11 @@ def main(config: EvaluationsConfig, words: list[str]) -> int:
         raise RolloutError(f"the evaluations differ: {same}")
     show(evals)
     if config.out:
-        result = {"words": words, "machine": machine(), "evaluations": evals}
+        result = {
+            "words": [word for word in words if not word.startswith("out=")],
+            "machine": machine(),
+            "evaluations": evals,
+        }
         Path(config.out).write_text(json.dumps(rounded(result), indent=1) + "\n", encoding="utf-8")
     return 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import specrl.train
 from benchmarks.ahead import WEIGHTS, rounded
@@ -29,6 +32,7 @@ from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.sections import doc
 from specrl.rollout.types import RolloutError
 from specrl.run.machine import machine
+from specrl.tiny import load_tiny
 
 PASS_S, ROW_S, TOKEN_S, ASK_S = 10e-3, 2e-5, 3e-5, 2e-4
 """Seconds of a pass, of each of its rows and tokens, and of asking the drafters: as 32 rows on two cores."""
@@ -50,9 +54,11 @@ ARMS = {
     "beta 0.02": {"trainer.beta": "0.02"},
     "lr x 0.5": {"trainer.learning_rate": "1e-4"},
     "lr x 2": {"trainer.learning_rate": "4e-4"},
+    "weights + 1e-3 noise": {"model": "NOISY"},
+    "dapo's loss": {"trainer.loss": "dapo", "trainer.clip_high": "0.28"},
     "ppo": {"config": "ppo_math"},
 }
-"""What B has other than A."""
+"""What B has other than A; NOISY stands for a directory that is written for the run."""
 DAMAGED = "beta 0.02"
 """The arm that is trained with damaged logs too."""
 
@@ -77,7 +83,7 @@ def main(config: TwinsConfig, words: Sequence[str]) -> int:
     show(lines)
     print(json.dumps({key: value for key, value in result.items() if key != "arms"}, indent=1))
     if config.out:
-        result |= {"words": list(words), "machine": machine()}
+        result |= {"words": [word for word in words if not word.startswith("out=")], "machine": machine()}
         Path(config.out).write_text(json.dumps(rounded(result), indent=1) + "\n", encoding="utf-8")
     return 0
 
@@ -110,12 +116,27 @@ def train(folder: Path, given: Mapping[str, str], name: str, more: Mapping[str, 
 
 def arm(folder: Path, given: Mapping[str, str], name: str, a: Path) -> dict[str, Any]:
     """Passes of one arm by epoch, without and with the log of A. Raises RolloutError if the weights differ."""
-    slug = name.replace(" ", "-")
-    without = train(folder, given, slug, ARMS[name])
-    twin = train(folder, given, f"{slug}-twin", {**ARMS[name], "rollout.twin": str(a)})
+    slug = re.sub(r"\W+", "-", name)
+    other = dict(ARMS[name])
+    if "model" in other:
+        other["model"] = noisy_policy(folder / "policy")
+    without = train(folder, given, slug, other)
+    twin = train(folder, given, f"{slug}-twin", {**other, "rollout.twin": str(a)})
     if digest(without) != digest(twin):
         raise RolloutError(f"{name}: the run with a twin ends with other weights than the one without")
     return {"arm": name, "weights": digest(twin), "without": by_epoch(without), "with": by_epoch(twin)}
+
+
+def noisy_policy(folder: Path) -> str:
+    """The embedded policy with Gaussian noise of 1e-3 on all weights, saved in `folder`."""
+    model, tokenizer = load_tiny()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=1e-3)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 def by_epoch(run: Path) -> list[dict[str, float | None]]:
@@ -139,7 +160,7 @@ def log_of(a: Path) -> dict[str, float]:
 
 def identities(folder: Path, given: Mapping[str, str], a: Path) -> dict[str, str]:
     """Digests of the weights with a sound, a damaged, a partly foreign and no log; raises RolloutError unless equal."""
-    slug = DAMAGED.replace(" ", "-")
+    slug = re.sub(r"\W+", "-", DAMAGED)
     digests = {"no log": digest(folder / slug), "sound": digest(folder / f"{slug}-twin")}
     stranger = train(folder, given, "stranger", {"seed": "7", "rollout.cache.log": "true", "trainer.epochs": "1"})
     for name in ("damaged", "foreign"):

@@ -10,6 +10,7 @@ from typing import Any
 warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
 
 _HOMES = {
+    "CacheConfig": "specrl.rollout.sections",
     "Config": "specrl.config.schema",
     "EngineSpec": "specrl.rollout.engines.base",
     "Fingerprint": "specrl.rollout.cache.memory",

@@ -234,7 +234,8 @@ def receipt_lines(
     began = rounding(read_json(file.read_bytes())) if file.is_file() else {}
     now = rounding(environment(served.model.device.type, 1))
     for title, values in (("The run", began), ("Here", now)):
-        lines.append(f"{title}: {', '.join(f'{key} {value}' for key, value in values.items()) or 'unknown'}")
+        known = [f"{key} {value or 'none'}" for key, value in values.items()]
+        lines.append(f"{title}: {', '.join(known) or 'unknown'}")
     return [*lines, NOT_SHOWN]
 
 

@@ -11,7 +11,10 @@ from specrl.rollout.reduction import Metric, mean, ratio, seconds
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import RolloutBatch, Row, Trajectory
 
-LOGGED = ("spec/hit_rate", "spec/full_reuse_ratio", "spec/draft_acceptance_rate", "spec/passes_per_row", "timing_s/gen")
+LOGGED = (
+    *("spec/hit_rate", "spec/full_reuse_ratio", "spec/draft_acceptance_rate", "spec/passes_per_row", "timing_s/gen"),
+    *("spec/twin_hit_rate", "spec/twin_unchanged_ratio"),
+)
 """Metrics of all turns of a batch that are added to TRL's log (docs/metrics.md)."""
 
 

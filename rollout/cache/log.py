@@ -18,6 +18,7 @@ from specrl.rollout.cache.memory import differences
 from specrl.rollout.cache.record import complaint, digest_of, pack, unpack
 from specrl.rollout.cache.snapshot import Fingerprint, Header, read_file, read_keys, write_file
 from specrl.rollout.reduction import Metric, highest
+from specrl.rollout.sections import CacheConfig
 from specrl.rollout.types import CacheError, Trajectory
 
 TEXTS = "texts"
@@ -116,6 +117,33 @@ class ResponseLog:
             if not self._stop and not self._warned:
                 logger.warning("%s The run goes on.", self._error)
             self._warned = True
+
+
+def open_log(
+    run: Path,
+    other: Path | None,
+    options: CacheConfig,
+    fingerprint: Fingerprint,
+    vocab_size: int,
+    eos_ids: Collection[int],
+    *,
+    writes: bool,
+) -> tuple[ResponseLog | None, Twin | None]:
+    """The log of a run's responses, and the runs that it drafts from: its own earlier part, and `other`.
+
+    Args: writes: whether this process is the one that writes.
+
+    Raises:
+        CacheError: `other` has no texts that fit.
+    """
+    log = None
+    if options.log:
+        log = ResponseLog(run if writes else None, fingerprint, vocab_size, eos_ids, options.on_write_error)
+    own = [run] if options.log and not options.clear else []
+    twin = Twin([*own, *([other] if other else [])], fingerprint, vocab_size, eos_ids)
+    if other:
+        twin.check(other)
+    return log, None if twin.is_empty else twin
 
 
 class Twin:

@@ -20,6 +20,7 @@ from specrl.trainers.config import TrainerConfig
 TRACKERS = ("tensorboard", "trackio", "wandb")
 """Trackers, by the names of their packages."""
 HIGH_LEARNING_RATE = 2e-5
+LONG_RESPONSE = 8192  # tokens, from which on KV memory bounds the rows of the transformers engine
 DRAFTER = "Try rollout.drafter=DIR with a model or head that `python -m specrl.drafter out=DIR` makes"
 
 
@@ -49,6 +50,12 @@ def warnings(config: Config) -> list[str]:
             f"trainer.learning_rate={rate:g} is high for training all weights of model={config.model}: language models "
             f"usually lose their abilities above {HIGH_LEARNING_RATE:g}. Try trainer.learning_rate=1e-6, as in "
             "config=grpo."
+        )
+    if config.rollout.engine == "transformers" and config.rollout.max_new_tokens > LONG_RESPONSE:
+        sentences.append(
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens} with rollout.engine=transformers: this engine "
+            "reserves the KV memory of the longest possible response for every row, so few rows run at a time. Try "
+            "rollout.engine=vllm, which allots it in blocks as a response grows."
         )
     return sentences
 

@@ -35,7 +35,7 @@ COLUMNS = ("phase", "plain s", "specrl s", "saved s", "share")
 NET = """\
 Net: look-up, drafting, verification, storing and co-training are charged. No step saves more than the largest saving
 below the top tenth, so that one stalled step makes no figure."""
-NO_PLOT = "report.png was not has_picture: matplotlib is missing. Install it with: pip install 'specrl[plots]'."
+NO_PLOT = "report.png was not drawn: matplotlib is missing. Install it with: pip install 'specrl[plots]'."
 
 
 @dataclass(frozen=True)

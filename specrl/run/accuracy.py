@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache, load
 from specrl.rollout.keys import derive_key
-from specrl.rollout.types import Request, RolloutBatch, Row
+from specrl.rollout.types import Completion, EngineStats, Request, RolloutBatch, Row
 from specrl.run import policy
 from specrl.run.prompts import render, seen
 
@@ -94,27 +94,11 @@ def evaluate(
     pass@k uses only the scores of `rewards.verifiable`, where 1 is correct, not the total of all rewards. Without such
     a reward it is absent.
     """
-    said: list = []
-    spent: dict[str, float] = {}
-    if config.dataset.tools:  # every turn is decoded without drafts
-        from specrl.run.toolbox import conversations
-
-        held, stats = conversations(rollout.engine, tokenizer, examples, config, "eval", samples)
-        completions = [conversation.whole() for conversation in held]
-        said = [c.messages for c, completion in zip(held, completions, strict=True) if not completion.failure]
-    else:
-        prompts = [(example.id, tuple(render(example, tokenizer, config.dataset).ids)) for example in examples]
-        rows = [Row(*prompt) for prompt in prompts for _ in range(samples)]
-        batch = rollout.generate(rows, visit=0, step=step, domain="eval")
-        rollout.store(rows, batch, step=step, domain="eval")
-        completions = batch.completions
-        stats = batch.stats
-        if any(not completion.failure for completion in completions):
-            spent = cost(batch)
+    respond = _conversations if config.dataset.tools else _single_turns
+    completions, texts, stats, spent = respond(rollout, tokenizer, examples, config, samples, step)
     done = [(number // samples, completion) for number, completion in enumerate(completions) if not completion.failure]
     if not done:
         return {"eval/failed": len(completions)}
-    texts = said or tokenizer.batch_decode([completion.tokens for _, completion in done], skip_special_tokens=True)
     scored = rewards.score(seen([examples[prompt] for prompt, _ in done], texts, tokenizer, config.dataset))
     valid = [total for total in scored.total if total is not None]
     lengths = [completion.sampled for _, completion in done]
@@ -132,6 +116,44 @@ def evaluate(
         if score is not None:
             groups[prompt].append(score >= RIGHT)
     return metrics | pass_rates(groups.values(), samples)
+
+
+Responses = tuple[list[Completion], list, EngineStats, dict[str, float]]
+"""Completions; texts or messages of those that did not fail, for the rewards; counts; metrics of what it cost."""
+
+
+def _single_turns(
+    rollout: SpeculativeRollout,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    config: Config,
+    samples: int,
+    step: int,
+) -> Responses:
+    prompts = [(example.id, tuple(render(example, tokenizer, config.dataset).ids)) for example in examples]
+    rows = [Row(*prompt) for prompt in prompts for _ in range(samples)]
+    batch = rollout.generate(rows, visit=0, step=step, domain="eval")
+    rollout.store(rows, batch, step=step, domain="eval")
+    done = [completion.tokens for completion in batch.completions if not completion.failure]
+    texts = tokenizer.batch_decode(done, skip_special_tokens=True)
+    return batch.completions, texts, batch.stats, cost(batch) if done else {}
+
+
+def _conversations(
+    rollout: SpeculativeRollout,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Example],
+    config: Config,
+    samples: int,
+    step: int,
+) -> Responses:
+    """With tools; every turn is decoded without drafts."""
+    from specrl.run.toolbox import conversations
+
+    held, stats = conversations(rollout.engine, tokenizer, examples, config, "eval", samples)
+    completions = [conversation.whole() for conversation in held]
+    said = [c.messages for c, completion in zip(held, completions, strict=True) if not completion.failure]
+    return completions, said, stats, {}
 
 
 def cost(batch: RolloutBatch) -> dict[str, float]:

@@ -14,6 +14,7 @@ from specrl.reward.loading import check as check_rewards
 from specrl.run import policy
 from specrl.run.data import left_out, load_examples
 from specrl.run.hub import on_hub
+from specrl.run.lora import check_targets
 
 if TYPE_CHECKING:
     from specrl.config.schema import Config
@@ -164,7 +165,7 @@ def _prompt_lines(config: Config, prompts: Sequence[Example]) -> list[str]:
     model = policy.outline(config)
     policy.ends(config, model, tokenizer)
     if config.lora.targets:
-        policy.check_targets(config.lora.targets, model)
+        check_targets(config.lora.targets, model)
     longest = check_lengths(prompts, tokenizer, config.dataset, policy.prompt_limit(config, model))
     if not prompts:
         return []

@@ -18,7 +18,7 @@ from specrl.results.records import find_run
 from specrl.reward.loading import load_rewards
 from specrl.reward.set import RewardSet
 from specrl.rollout.build import build_engine
-from specrl.rollout.cache.log import ResponseLog, Twin
+from specrl.rollout.cache.log import ResponseLog, Twin, open_log
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.engines.base import Engine, EngineSpec
 from specrl.rollout.receipts import Receipts
@@ -27,6 +27,7 @@ from specrl.rollout.speculative import SpeculativeRollout
 from specrl.run import policy
 from specrl.run.accuracy import last_texts
 from specrl.run.data import Example, left_out, to_dataset
+from specrl.run.lora import adapter
 from specrl.run.prompts import Prompt, chat_template, check_lengths, described, render
 from specrl.run.run_dir import RunDir, data_digests, same_data
 from specrl.trainers.callbacks import ShortHistory, StopOnSignal
@@ -220,18 +221,11 @@ def load_log(
 
     Raises: ConfigError, CacheError.
     """
-    options = config.rollout.cache
     identity, sampling = policy.fingerprint(config, tokenizer)
     fingerprint = Fingerprint(identity | {"seed": str(config.seed)}, sampling)
-    log = None
-    if options.log:
-        log = ResponseLog(_written_by(run), fingerprint, vocab_size, eos_ids, options.on_write_error)
     other = find_run(config.rollout.twin) if config.rollout.twin else None
-    own = [run] if options.log and not options.clear else []
-    twin = Twin([*own, *([other] if other else [])], fingerprint, vocab_size, eos_ids)
-    if other:
-        twin.check(other)
-    return log, None if twin.is_empty else twin
+    writes = _written_by(run) is not None
+    return open_log(run, other, config.rollout.cache, fingerprint, vocab_size, eos_ids, writes=writes)
 
 
 def _written_by(run: Path) -> Path | None:
@@ -266,7 +260,7 @@ def build_trainer(
         "world": PartialState(cpu=cpu).num_processes,
         "trackers": config.report.trackers,
     }
-    lora = policy.adapter(config.lora, model) if config.lora.rank or config.lora.targets else None
+    lora = adapter(config.lora, model) if config.lora.rank or config.lora.targets else None
     if config.trainer.algorithm == "ppo":
         from specrl.trainers.arguments import ppo_arguments
         from specrl.trainers.ppo.trainer import PPOTrainer

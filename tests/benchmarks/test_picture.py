@@ -1,31 +1,26 @@
-"""The README's picture shows what the run's records say, or is refused."""
+"""The README's picture shows what the files of the figures hold."""
 
 import json
 
-import pytest
+from PIL import Image
 
-from benchmarks.picture import PictureConfig, main
-from specrl.config.options import ConfigError
-
-
-@pytest.fixture
-def run(tmp_path):
-    def make(**more):
-        step = {"reward": 0.5, "timing_s/gen": 1.0, "timing_s/step": 5.0, "epoch": 1.0, **more}
-        lines = [json.dumps(step | {"step": i}) for i in range(1, 11)]
-        (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-        return PictureConfig(str(tmp_path), str(tmp_path / "claim.png"))
-
-    return make
+from benchmarks import picture
 
 
-def test_control_steps_are_drawn(run, tmp_path, capsys):
-    assert main(run(**{"spec/plain_s": 2.0, "spec/control_mismatches": 0})) == 0
-    assert (tmp_path / "claim.png").read_bytes().startswith(b"\x89PNG")
-    assert "20.0 s plainly, 10.0 s with specrl" in capsys.readouterr().out
+def drawn():
+    return json.loads(Image.open(picture.PATH).text[picture.KEY])
 
 
-@pytest.mark.parametrize("more", [{}, {"spec/plain_s": 2.0, "spec/control_mismatches": 1}])
-def test_planted_fault_a_run_that_shows_nothing_has_no_picture(run, more):
-    with pytest.raises(ConfigError):
-        main(run(**more))
+def test_it_shows_what_the_files_hold():
+    assert drawn() == picture.bars(), "python -m benchmarks.figures draws it"
+
+
+def test_planted_fault_another_figure_is_seen(monkeypatch):
+    monkeypatch.setattr(picture, "rival", lambda name: "9.99x")
+    assert drawn() != picture.bars()
+
+
+def test_it_is_a_png_with_a_bar_above_and_a_bar_below_the_baseline(tmp_path):
+    picture.draw(tmp_path / "speed.png")
+    assert Image.open(tmp_path / "speed.png").format == "PNG"
+    assert min(picture.bars().values()) < 1 < max(picture.bars().values())

@@ -492,3 +492,18 @@ def test_the_report_says_what_rollouts_ahead_did(tmp_path):
     for page in (console.export_text(), (tmp_path / "run" / "report.md").read_text()):
         assert written.summary["ahead"]["sentence"] in page
     assert write_report(make_run(tmp_path / "other", STEADY), plots=False).summary["ahead"] is None
+
+
+def test_the_rewards_of_runs_with_equal_seeds_are_compared_step_by_step(tmp_path):
+    """Differences 0.1, 0.3, 0.1, 0.3 ...: their deviation and Student's t of 7 degrees of freedom by hand."""
+    rewards = [0.5 + 0.1 * (1 + 2 * (i % 2)) for i in range(8)]
+    steps = [STEADY[0] | {"step": i + 1, "reward": reward} for i, reward in enumerate(rewards)]
+    plain = [record | {"reward": 0.5} for record in steps]
+    found = paired_summary(tmp_path, steps, plain)["reward_difference"]
+    half = 2.3646 * 0.1069 / 8**0.5
+    assert (found["mean"], found["n"]) == (pytest.approx(0.2), 8)
+    assert (found["low"], found["high"]) == (pytest.approx(0.2 - half, abs=1e-3), pytest.approx(0.2 + half, abs=1e-3))
+    assert "+0.200 (95 % interval" in found["sentence"]
+    config = tmp_path / "b" / "config.yaml"
+    config.write_text(config.read_text().replace("seed: 0", "seed: 1"))
+    assert write_report(str(tmp_path / "a"), str(tmp_path / "b"), plots=False).summary["reward_difference"] is None

@@ -11,7 +11,7 @@ from specrl.config.options import ConfigError
 from specrl.results.records import read_records
 from specrl.reward.set import RewardResult
 from specrl.rollout.reduction import Metric, merged
-from specrl.run.policy import adapter
+from specrl.run.lora import adapter
 from specrl.run.prompts import Prompt
 from specrl.run.run import scorer
 from specrl.tiny import load_tiny

@@ -90,10 +90,10 @@ def check_seam(trainer_class: type) -> None:
 
 def check_config(config: RolloutConfig) -> None:
     """Raises RolloutError for options of reuse that need `specrl.train`."""
-    if config.engine != "transformers" or config.lossy or config.cache.start_from or config.cache.log or config.twin:
+    if config.engine != "transformers" or config.lossy or config.cache.start_from:
         raise RolloutError(
             "reusing() accepts drafts by the exact rule, on the engine that TRL's arguments name (use_vllm). "
-            "rollout.engine=vllm, acceptance=lenient, judged or routed, twin, cache.log and cache.start_from need "
+            "rollout.engine=vllm, acceptance=lenient, judged or routed, and cache.start_from need "
             "python -m specrl.train"
         )
 

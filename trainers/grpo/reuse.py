@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from specrl.rollout.build import build_engine
+from specrl.rollout.cache.log import ResponseLog, open_log
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache, load
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import EngineSpec
@@ -59,6 +60,7 @@ class Reuse:
         )
         self._rollout: SpeculativeRollout | None = None
         self._visits = {"rollout": Visits(), "eval": Visits()}
+        self._log: ResponseLog | None = None
         self._context = 0
         """Most tokens of a prompt and its response, once the engine is open."""
         self._batches = 0
@@ -129,12 +131,16 @@ class Reuse:
         trainer, rollout = self.trainer, self.rollout
         training = self.turns[0].training
         cache = rollout.cache if training else rollout.evaluations
-        if cache is not None:
+        if cache is not None or self._log is not None:
             entries = [entry for turn in self.turns for entry in turn.entries(rollout)]
             with self.turns[0].batch.charge_store():
-                cache.merge(gather_object(entries))
+                entries = gather_object(entries)
+                if cache is not None:
+                    cache.merge(entries)
+                if self._log is not None and training:
+                    self._log.add(self._batches, entries)
         self.results.merge(result for part in gather_object([self.results.take_new()]) for result in part)
-        metrics = turn_metrics(self.turns) | self.results.take_metrics()
+        metrics = turn_metrics(self.turns) | self._kept() | self.results.take_metrics()
         if training:
             self._batches += 1
             every = self.config.measure_every
@@ -144,6 +150,11 @@ class Reuse:
         trainer.state.stateful_callbacks[STATE] = state  # saved in every checkpoint
         for name, value in merged(gather_object([metrics]), Metric.beside).items():
             trainer._log_metric(name, float(value))  # TRL keeps evaluation apart
+
+    def _kept(self) -> dict[str, Metric]:
+        """Sizes and losses of the log and the twin."""
+        parts = [part.stats() for part in (self._log, self.rollout.twin) if part is not None]
+        return {name: value for part in parts for name, value in part.items()}
 
     def evaluated(self) -> None:
         """TRL has ended an evaluation: the next one has the same keys, and drafts from this one's texts."""
@@ -190,7 +201,21 @@ class Reuse:
         self._context = engine.context
         cache = TrajectoryCache(Fingerprint(), engine.vocab, eos_ids, max_mb=config.cache.max_mb)
         evaluations = TrajectoryCache(Fingerprint(), engine.vocab, eos_ids, max_mb=config.cache.max_mb)
-        return SpeculativeRollout(engine, cache, config, trainer.args.seed, evaluations)
+        self._log, twin = open_log(
+            Path(trainer.args.output_dir),
+            Path(config.twin) if config.twin else None,
+            config.cache,
+            Fingerprint({"seed": str(trainer.args.seed), "vocabulary": str(engine.vocab)}),
+            engine.vocab,
+            eos_ids,
+            writes=trainer.accelerator.is_main_process,
+        )
+        return SpeculativeRollout(engine, cache, config, trainer.args.seed, evaluations, twin)
+
+    def close(self) -> None:
+        """Waits until the log is written. Raises CacheError as ResponseLog does."""
+        if self._log is not None:
+            self._log.close()
 
     def _resume(self) -> None:
         """Restores the counts from the state of a resumed trainer, and trajectories from its output directory.
@@ -226,7 +251,7 @@ class Reuse:
 
 
 class SaveTrajectories(TrainerCallback):
-    """Saves the trajectories into every checkpoint that TRL writes, and tells when an evaluation has ended."""
+    """Saves the trajectories into every checkpoint that TRL writes, and tells when evaluation or training has ended."""
 
     def __init__(self, reuse: Reuse):
         self._reuse = reuse
@@ -238,6 +263,9 @@ class SaveTrajectories(TrainerCallback):
         if rollout is not None and rollout.cache is not None and state.is_world_process_zero and not elsewhere:
             rollout.save(home, home / EVALUATIONS, state.global_step)
             self._reuse.results.save(home / RESULTS)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control, **kwargs) -> None:
+        self._reuse.close()
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control, **kwargs) -> None:
         self._reuse.evaluated()

@@ -238,6 +238,8 @@ def test_the_algorithm_of_an_option_is_set_by_its_field_or_its_section():
         ("model=org/base trainer.learning_rate=2e-5", ""),
         ("model=tiny trainer.learning_rate=2e-4", ""),
         ("trainer.precision=pure_bf16", "trainer.precision=bf16"),
+        ("rollout.max_new_tokens=16384", "rollout.engine=vllm"),
+        ("rollout.max_new_tokens=16384 rollout.engine=vllm", ""),
     ],
 )
 def test_what_is_probably_a_mistake_is_a_warning(words, named):

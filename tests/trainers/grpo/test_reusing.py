@@ -21,7 +21,7 @@ from specrl.rollout.config import RolloutConfig
 from specrl.rollout.keys import Visits
 from specrl.rollout.sections import CacheConfig
 from specrl.rollout.speculative import SpeculativeRollout
-from specrl.rollout.types import RolloutError
+from specrl.rollout.types import CacheError, RolloutError
 from specrl.tiny import load_tiny
 from specrl.trainers.grpo.limits import check_args
 from specrl.trainers.grpo.reuse import STATE, Reuse
@@ -419,6 +419,30 @@ def test_unsupported_options_of_reuse_are_refused():
     for config in (RolloutConfig(engine="vllm"), *lossy, started):
         with pytest.raises(RolloutError, match=r"python -m specrl\.train"):
             reusing(GRPOTrainer, config)
+
+
+@pytest.mark.slow
+def test_a_twin_changes_nothing_but_time(tmp_path):
+    """A second script with another learning rate drafts from the log of the first, and from its own in a restart."""
+    kept = RolloutConfig(cache=CacheConfig(log=True))
+    one_epoch = {"num_train_epochs": 1, "gradient_accumulation_steps": 2, "steps_per_generation": 1}
+    train(tmp_path / "a", kept, **one_epoch)
+    without = train(tmp_path / "without", learning_rate=2e-4, **one_epoch)
+    twin = RolloutConfig(twin=str(tmp_path / "a"))
+    with_twin = train(tmp_path / "with", twin, learning_rate=2e-4, **one_epoch)
+    again = train(tmp_path / "a", kept, **one_epoch)
+    assert_equal(without, with_twin)
+    assert with_twin.logged("spec/twin_hit_rate") == [1.0] * len(with_twin.logged("loss"))
+    assert again.logged("spec/twin_unchanged_ratio") == [1.0] * len(again.logged("loss"))
+    assert sum(batch.accepted for batch in with_twin.batches) > sum(batch.accepted for batch in without.batches)
+    assert len(list((tmp_path / "a" / "texts").iterdir())) == len(again.batches), "each batch has its file"
+
+
+@pytest.mark.slow
+def test_a_twin_with_another_seed_is_refused(tmp_path):
+    train(tmp_path / "a", RolloutConfig(cache=CacheConfig(log=True)), max_steps=1)
+    with pytest.raises(CacheError, match="seed"):
+        train(tmp_path / "b", RolloutConfig(twin=str(tmp_path / "a")), max_steps=1, seed=7)
 
 
 # TRL's methods -----------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def agree(given, law, ids=None) -> bool:
 
 LAWS = [(t, k, p) for t in (0.0, 0.7, 1.0) for k in (0, 1, 5, 50) for p in (1.0, 0.95, 0.3)]
 FEW = [law(), law(0.7, 50, 0.95), law(0.0, 5), law(1.0, 0, 0.3)]
-SHAPES = [(1, 7, LAWS), (3, 1000, LAWS), (17, 4099, FEW[:2])]
+SHAPES = [(1, 7, LAWS), (3, 1000, LAWS[::2]), (17, 4099, FEW[:2])]
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
