@@ -79,8 +79,8 @@ def _routed_engine(spec: EngineSpec, model: PreTrainedModel | None, scorer: Scor
     from specrl.rollout.drafting.drafting import check_vocab
     from specrl.rollout.engines.local.engine import TransformersEngine
     from specrl.rollout.engines.local.head import check_writes_text, load_drafter
+    from specrl.rollout.lossy.arbitrage import build_router
     from specrl.rollout.lossy.routed import RoutedRollout
-    from specrl.rollout.lossy.router import build_router
 
     config = spec.rollout
     check_writes_text(config)

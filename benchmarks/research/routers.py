@@ -110,8 +110,9 @@ def main(config: RouterBenchConfig) -> int:
 def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dict:
     """The router of each method that was asked for."""
     from specrl.lossy.routing import StepValues, advantage, prefix
+    from specrl.rollout.lossy.arbitrage import load_learned
     from specrl.rollout.lossy.pair import fingerprint
-    from specrl.rollout.lossy.router import by_advantage, by_likelihood, by_reward, load_learned
+    from specrl.rollout.lossy.router import by_advantage, by_likelihood, by_reward
     from specrl.run.prompts import seen
 
     folder, separators = Path(config.rollout.routed.path), config.rollout.routed.step_separators

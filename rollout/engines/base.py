@@ -226,8 +226,8 @@ class Source(Protocol):
 class HoldsSessions(Protocol):
     """An Engine whose calls share work within a `with` block: KV of their common beginnings, memory that it holds."""
 
-    def session(self) -> AbstractContextManager[None]:
-        """The weights do not change within the block; blocks may be nested."""
+    def session(self, requests: Sequence[Request]) -> AbstractContextManager[None]:
+        """The weights do not change within the block, whose calls continue these requests."""
 
 
 @runtime_checkable

@@ -11,46 +11,19 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.base import Engine, HoldsSessions, Probe
-from specrl.rollout.engines.response import Response
 from specrl.rollout.lossy.router import Candidate, Router, Source, Step, StepEnd, decide
+from specrl.rollout.lossy.row import RoutedRow, follows
 from specrl.rollout.types import Completion, EngineStats, Request, RolloutError, UnusableLogits
-from specrl.rollout.verify import Accepted
 
 log = logging.getLogger(__name__)
 DRIFT = 0.1, 0.5
 """Nats a token, and share of the usual gap, by which kept text may be less likely under the policy than when a learned
 router was trained. Batches differ by less."""
-
-
-@dataclass(slots=True)
-class _Row(Response):
-    """A response in progress. Log-probs are NaN while the policy has not read the token; `passes` are the policy's."""
-
-    steps: list[Step] = field(default_factory=list)
-    failure: str = ""
-    """Why the policy has no response for it, as in `Completion.failure`."""
-
-    def request_after(self, text: Sequence[int], cap: int, stop_ids: frozenset[int] = frozenset()) -> Request:
-        """What continues the kept steps and `text` with at most `cap` tokens."""
-        done = [*self.tokens, *text]
-        prompt = [*self.request.prompt, *done]
-        return Request(prompt, self.request.key, cap, position=len(done), stop_ids=stop_ids)
-
-    def keep(self, step: Step, eos_ids: frozenset[int]) -> int:
-        """Appends a step and ends the response if necessary; returns how many of its tokens the draft wrote."""
-        self.steps.append(step)
-        drafted = len(step.tokens) if step.source == "draft" else 0
-        self.passes -= 1  # `emit` counts one for each step, which may have taken more or none
-        logprobs = step.policy_logprobs or [math.nan] * len(step.tokens)
-        self.emit(Accepted(step.tokens, logprobs, behaviour=step.logprobs, drafted=drafted), eos_ids)
-        return drafted
 
 
 class RoutedRollout:
@@ -109,11 +82,11 @@ class RoutedRollout:
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate. Requests' drafters are not used: their texts are not the draft model's."""
         stats = EngineStats()
-        rows = {i: _Row(request, drafting=False, number=i) for i, request in enumerate(requests)}
+        rows = {i: RoutedRow(request, drafting=False, number=i) for i, request in enumerate(requests)}
         with ExitStack() as stack:
             for engine in (self.policy, self.draft):
                 if isinstance(engine, HoldsSessions):
-                    stack.enter_context(engine.session())
+                    stack.enter_context(engine.session(requests))
             while active := {i: row for i, row in rows.items() if not (row.finish or row.failure)}:
                 for i, step in self._next_steps(active, stats).items():
                     if not active[i].failure:
@@ -123,12 +96,12 @@ class RoutedRollout:
         self._observe_drift(rows.values(), stats)
         return [self._completion(row) for row in rows.values()], stats
 
-    def _completion(self, row: _Row) -> Completion:
+    def _completion(self, row: RoutedRow) -> Completion:
         if row.failure:
             return Completion([], [], [], [], "length", self.weight_version, 0, failure=row.failure)
         return row.completion(self.weight_version)
 
-    def _next_steps(self, rows: Mapping[int, _Row], stats: EngineStats) -> dict[int, Step]:
+    def _next_steps(self, rows: Mapping[int, RoutedRow], stats: EngineStats) -> dict[int, Step]:
         """The next step of every row."""
         drafted = {i: Step("draft") for i in rows}
         with _timed(stats, "draft_s"):
@@ -166,7 +139,7 @@ class RoutedRollout:
     def _valid(self, step: Step) -> bool:
         return step.end == "eos" or (step.end == "separator" and not self.step_end.blank(step.tokens))
 
-    def _write_draft(self, rows: Mapping[int, _Row], steps: dict[int, Step], stats: EngineStats) -> None:
+    def _write_draft(self, rows: Mapping[int, RoutedRow], steps: dict[int, Step], stats: EngineStats) -> None:
         """Lets the draft write the steps; if its logits are unusable, those that have not ended are broken."""
         try:
             self._write("draft", rows, steps, {}, stats)
@@ -179,7 +152,7 @@ class RoutedRollout:
     def _write(
         self,
         source: Source,
-        rows: Mapping[int, _Row],
+        rows: Mapping[int, RoutedRow],
         steps: Mapping[int, Step],
         drafted: Mapping[int, Step],
         stats: EngineStats,
@@ -206,21 +179,21 @@ class RoutedRollout:
                     rows[i].passes += c.passes
                     steps[i].policy_logprobs = steps[i].logprobs
 
-    def _request(self, row: _Row, step: Step, drafted: Step | None) -> Request:
+    def _request(self, row: RoutedRow, step: Step, drafted: Step | None) -> Request:
         """What continues a step up to a token that may end it."""
         begun = len(step.tokens)
         cap = min(self.step_end.max_tokens, row.remaining) - begun
         request = row.request_after(step.tokens, cap, self.step_end.stop_ids)
         if drafted and drafted.tokens[:begun] == step.tokens and (rest := drafted.tokens[begun:]):
-            request.drafter = _text(rest)
+            request.drafter = follows(rest)
         return request
 
-    def _end(self, row: _Row, step: Step):
+    def _end(self, row: RoutedRow, step: Step):
         """Why a step has ended, also at the response's own cap; None if it has not."""
         return self.step_end(step.tokens) or ("cap" if len(step.tokens) >= row.remaining else None)
 
     def _read_drafts(
-        self, rows: Mapping[int, _Row], drafted: Mapping[int, Step], stats: EngineStats
+        self, rows: Mapping[int, RoutedRow], drafted: Mapping[int, Step], stats: EngineStats
     ) -> dict[int, Step]:
         """Sets the policy's log-probs of draft steps; returns how the policy's own steps begin.
 
@@ -237,7 +210,7 @@ class RoutedRollout:
             begun[i] = Step("policy", tokens, logprobs, policy_logprobs=logprobs)
         return begun
 
-    def _read_kept(self, rows: Mapping[int, _Row], stats: EngineStats) -> None:
+    def _read_kept(self, rows: Mapping[int, RoutedRow], stats: EngineStats) -> None:
         """The policy's log-probs of the tokens of finished responses that it has not read."""
         asked = {}
         for i, row in rows.items():
@@ -253,11 +226,11 @@ class RoutedRollout:
                     rows[i].logprobs[at] = logprob
 
     def _read(
-        self, asked: Mapping[int, tuple[Request, list[int]]], rows: Mapping[int, _Row], stats: EngineStats
+        self, asked: Mapping[int, tuple[Request, list[int]]], rows: Mapping[int, RoutedRow], stats: EngineStats
     ) -> dict[int, Completion]:
         """What the policy makes of texts that it only reads. Args: asked: requests and the tokens that follow them."""
         for request, text in asked.values():
-            request.drafter = _text(text)
+            request.drafter = follows(text)
             request.draft_logprobs = [0.0] * len(text)
         done = {}
         completions = self._generate(self.policy, [request for request, _ in asked.values()], stats)
@@ -282,7 +255,7 @@ class RoutedRollout:
         stats.ties += spent.ties
         return completions
 
-    def _observe_drift(self, rows: Iterable[_Row], stats: EngineStats) -> None:
+    def _observe_drift(self, rows: Iterable[RoutedRow], stats: EngineStats) -> None:
         """Compares what a learned router keeps with what it kept when it was trained."""
         usual = self.router.usual_gap
         if usual is None:
@@ -308,11 +281,6 @@ class RoutedRollout:
         if kind not in self._said:
             log.warning(message)
         self._said.add(kind)
-
-
-def _text(tokens: Sequence[int]) -> SuffixDrafter:
-    """A drafter that proposes the text as long as it is followed."""
-    return SuffixDrafter(PromptTexts(sources=("prefix",)), tokens)
 
 
 @contextmanager

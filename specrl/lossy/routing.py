@@ -19,7 +19,8 @@ from specrl.reward.set import RewardSet
 from specrl.rollout.build import build_engine
 from specrl.rollout.engines.base import Engine, EngineSpec
 from specrl.rollout.keys import derive_key
-from specrl.rollout.lossy.router import GRID, Candidate, Scorer, Step, by_advantage, features, probability
+from specrl.rollout.lossy.arbitrage import GRID, features, probability
+from specrl.rollout.lossy.router import Candidate, Scorer, Step, by_advantage
 from specrl.rollout.types import Request
 from specrl.run.accuracy import requests
 from specrl.run.data import Example

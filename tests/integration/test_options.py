@@ -16,9 +16,9 @@ from specrl.config import load as cli
 from specrl.config import options
 from specrl.config.load import known_configs
 from specrl.config.schema import Config
+from specrl.rollout.lossy.arbitrage import GRID
 from specrl.rollout.lossy.judge import JudgeHead
 from specrl.rollout.lossy.pair import fingerprint, write_card
-from specrl.rollout.lossy.router import GRID
 from specrl.rollout.sections import SOURCES
 from tests.runs import ROOT, drafter, policy, unreported
 

@@ -14,6 +14,7 @@ from specrl.rollout.engines.local.kv import KV, States
 from specrl.rollout.engines.local.memory import row_tokens
 from specrl.rollout.engines.local.model import InFlightPass, Layout, PackedModel, chunks
 from specrl.rollout.engines.local.sampler import unpack
+from specrl.rollout.engines.local.session import Session
 from specrl.rollout.types import Request, RolloutError
 from specrl.rollout.verify import TargetSamples, accept_exact
 
@@ -35,6 +36,7 @@ class Reader:
         max_rows: rows at a time; all by default.
         states: True keeps the model's final hidden states. Another reader of the same rows lends those that it keeps,
             and its rows' slabs, as states are found by them; its rows are admitted and leave before those of this one.
+        session: keeps the KV of rows that leave, and has that of earlier ones; it decides about the slabs.
     """
 
     def __init__(
@@ -44,21 +46,24 @@ class Reader:
         max_rows: int | None = None,
         tie_margin: float = 0.0,
         states: bool | Reader = False,
+        session: Session | None = None,
     ):
         self.model = model
-        self.max_rows = max_rows or len(requests)
+        self.max_rows = session.slabs if session else max_rows or len(requests)
         self._tie_margin = tie_margin
         self._prompts = [r.prompt for r in requests]
         self._keys = np.array([r.key for r in requests])
         self._firsts = np.array([r.position for r in requests])
         self._prompt_lengths = np.array([len(r.prompt) - 1 for r in requests])
-        self._capacity = row_tokens(requests)
+        self._capacity = session.capacity if session else row_tokens(requests)
         self._held: list[list[int]] = [[] for _ in requests]  # what was fed, from the prompt's last token on
         self._matched = [0] * len(self._held)  # of that, the tokens known to be the row's text; see `missing`
         self._slab: dict[int, int] = {}
         self._empty: list[int] = []  # rows with a slab in which nothing is written yet
         self._span = self.max_rows  # slabs up to the last one in use, about
-        self._kv: KV | None = None
+        self._kv: KV | None = session.kv if session else None
+        self._session = session
+        self._begun: dict[int, Sequence[int]] = {}  # what the slabs of new rows hold
         self._states = states
         self._lender = states if isinstance(states, Reader) else None
         self.passes = self.forward_tokens = self.ties = 0
@@ -84,7 +89,10 @@ class Reader:
     def admit(self, rows: Mapping[int, Sequence[int]]) -> None:
         """Gives each row a slab. Args: rows: row -> what it has emitted already."""
         used = set(self._slab.values())
-        vacant = (slab for slab in range(self.max_rows) if slab not in used)
+        vacant = iter(sorted({*range(self.max_rows)} - used))
+        if self._session and rows:
+            slabs, texts = zip(*self._session.claim(self._keys[[*rows]].tolist(), used), strict=True)
+            vacant, self._begun = iter(slabs), self._begun | dict(zip(rows, texts, strict=True))
         for row, text in rows.items():
             self._slab[row] = self._lender.slab(row) if self._lender else next(vacant)
             self._held[row] = [self._prompts[row][-1], *text[:-1]] if text else []
@@ -92,12 +100,15 @@ class Reader:
         self._empty += rows
 
     def leave(self, rows: Sequence[int], compact: bool = False) -> None:
-        """Frees the slabs of rows; the KV memory goes with the last row.
+        """Frees the slabs of rows; the KV memory goes with the last row, unless a session keeps it.
 
         Args: compact: no row will take the slabs, so the others may be moved together.
         """
         for row in rows:
-            del self._slab[row]
+            slab = self._slab.pop(row)
+            if self._session:
+                self._session.keep(int(self._keys[row]), slab, [*self._prompts[row][:-1], *self._held[row]])
+                compact = False
         self._empty = [row for row in self._empty if row in self._slab]
         if compact and not self._slab:
             self._kv = None
@@ -125,6 +136,8 @@ class Reader:
             return
         if self._kv is None:
             self._kv = self.model.kv(self.max_rows, self._capacity)
+            if self._session:
+                self._session.kv = self._kv
             if self._lender:
                 self._kv.policy_states = self._lender.states
             elif self._states:
@@ -138,16 +151,16 @@ class Reader:
         copies = []
         for row in rows:
             text = (*self._prompts[row][:-1], *self._held[row])
-            source = sources.setdefault(text, row)
+            start = accept_exact(self._begun.pop(row, ()), text)
+            source = row if start else sources.setdefault(text, row)
             if source != row:
                 copies.append((self._slab[source], self._slab[row], len(text)))
-            elif text:
-                missing.append((self._slab[row], text))
-        for first, last in chunks([len(text) for _, text in missing], self.model.limits.tokens_per_pass):
-            part = missing[first:last]
-            lengths = [len(text) for _, text in part]
-            layout = self._layout([slab for slab, _ in part], [0] * len(part), lengths)
-            self.model.forward([*chain.from_iterable(text for _, text in part)], layout)
+            elif len(text) > start:
+                missing.append((self._slab[row], start, text[start:]))
+        for first, last in chunks([len(text) for *_, text in missing], self.model.limits.tokens_per_pass):
+            slabs, starts, texts = zip(*missing[first:last], strict=True)
+            lengths = [*map(len, texts)]
+            self.model.forward([*chain.from_iterable(texts)], self._layout(slabs, starts, lengths))
             self.forward_tokens += sum(lengths)
         if copies:
             self._copy([(source, slab) for source, slab, _ in copies], max(length for *_, length in copies))
@@ -172,7 +185,7 @@ class Reader:
         Args: texts: row -> its whole response so far.
         """
         feed = {row: self.missing(row, text, final=False) for row, text in texts.items()}
-        return {row: samples for part in self.parts(feed) for row, samples in self.read(part).items()}
+        return dict(pair for part in self.parts(feed) for pair in self.collect(self.launch(part)))
 
     def missing(self, row: int, text: Sequence[int], final: bool = True) -> list[int]:
         """The tokens of a response that the row does not hold, at least the last. Other tokens that it holds are lost.
@@ -243,7 +256,7 @@ class Reader:
             before = before + length - 1
             end = np.arange(1, len(rows) + 1)
         in_flight.feed = feed
-        in_flight.positions = before.tolist()
+        in_flight.positions = (before + self._firsts[rows]).tolist()
         in_flight.spans = [0, *end.tolist()]
         in_flight.width = layout.width
         in_flight.began = began
@@ -272,22 +285,17 @@ class Reader:
             (
                 row,
                 TargetSamples(
-                    position + int(self._firsts[row]),
-                    tokens[i:j],
-                    logprobs[i:j],
-                    draft_logprobs[i:j],
-                    row not in unusable,
-                    (hidden, first),
+                    position, tokens[i:j], logprobs[i:j], draft_logprobs[i:j], row not in unusable, (hidden, first)
                 ),
             )
             for row, position, (i, j), first in zip(rows, positions, pairwise(spans), firsts, strict=True)
         )
 
     def _canonical(self, row: int, position: int) -> tuple[int, float]:
-        """The sample after `position` new tokens by a pass over the row's prefix alone, and its log-prob."""
-        prefix = [*self._prompts[row][:-1], *self._held[row][: position + 1]]
+        """The sample at a response position by a pass over the row's prefix alone, and its log-prob."""
+        prefix = [*self._prompts[row][:-1], *self._held[row][: position - self._firsts[row] + 1]]
         hidden = self.model.forward(prefix, self.model.single_row(len(prefix)))[-1:]
-        noise = (torch.tensor([x], device=hidden.device) for x in (self._keys[row], position + self._firsts[row], 0))
+        noise = (torch.tensor([x], device=hidden.device) for x in (self._keys[row], position, 0))
         (token,), (logprob,), _, _ = unpack(self.model.sampler(hidden, *noise).cpu())
         self.ties += 1
         return token, logprob

@@ -10,7 +10,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,7 @@ class VLLMEngine:
                 f"rollout.max_new_tokens={config.max_new_tokens}; raise rollout.vllm.kv_cache_mb or lower the cap"
             )
         self._flow = self._build_flow()
-        self._sessions = 0
+        self._users = 0
         sleeps = config.vllm.sleep and not current_platform.is_cpu()
         self.updates = Updates(self._llm, weight_check, config.vllm.tensor_parallel, sleeps, self._prove)
         self._calibrate()
@@ -122,7 +122,7 @@ class VLLMEngine:
         return [VLLMRow(request, drafting=not request.plain, sampling=self.sampling) for request in requests]
 
     def _run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool]) -> EngineStats:
-        with self.session():  # vLLM froze the heap when it started, see gc_frozen
+        with self._awake():  # vLLM froze the heap when it started, see gc_frozen
             try:
                 return self._flow.run(rows, stop, self.weight_version)
             except BaseException:
@@ -151,7 +151,7 @@ class VLLMEngine:
         """See Engine.score. At most one token less than the context."""
         if not 0 < len(tokens) < self.context:
             raise RolloutError(f"this engine scores 1 to {self.context - 1} tokens, not {len(tokens)}")
-        with self.session():
+        with self._awake():
             return self._scored(tokens)
 
     def _scored(self, tokens: Sequence[int]) -> list[float]:
@@ -235,17 +235,21 @@ class VLLMEngine:
             raise self._refused(error) from error
         self.drafting.budget.calibrate(measured)
 
+    def session(self, requests: Sequence[Request]) -> AbstractContextManager[None]:
+        """See HoldsSessions: vLLM stays awake, and its prefix cache holds the KV."""
+        return self._awake()
+
     @contextmanager
-    def session(self) -> Iterator[None]:
-        """See HoldsSessions: the GPU holds model and KV until the outermost block ends."""
+    def _awake(self) -> Iterator[None]:
+        """The GPU holds the model until the outermost of such blocks ends, however it does."""
         self.updates.wake()
-        self._sessions += 1
+        self._users += 1
         try:
             with one_thread():
                 yield
         finally:
-            self._sessions -= 1
-            if not self._sessions:
+            self._users -= 1
+            if not self._users:
                 self.updates.sleep()
 
 

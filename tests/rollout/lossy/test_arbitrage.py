@@ -5,18 +5,9 @@ import math
 import pytest
 import torch
 
+from specrl.rollout.lossy.arbitrage import FEATURES, GRID, MAX_SURPRISE, features, learned, load_learned
 from specrl.rollout.lossy.pair import fingerprint, read_card, write_card
-from specrl.rollout.lossy.router import (
-    FEATURES,
-    GRID,
-    MAX_SURPRISE,
-    Candidate,
-    Step,
-    decide,
-    features,
-    learned,
-    load_learned,
-)
+from specrl.rollout.lossy.router import Candidate, Step, decide
 from specrl.rollout.types import RolloutError
 
 WEIGHTS = [2.0, 0.0, -1.0, 0.0, 0.0, 0.0, -1.5]

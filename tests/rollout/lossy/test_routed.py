@@ -1,6 +1,7 @@
 """Routed decoding by steps: which model writes a response's tokens, rollback, and failures of the router."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.engines.local.session import Session
 from specrl.rollout.keys import derive_key
 from specrl.rollout.lossy import text
-from specrl.rollout.lossy.routed import RoutedRollout, _Row
+from specrl.rollout.lossy.routed import RoutedRollout
 from specrl.rollout.lossy.router import (
     Candidate,
     Step,
@@ -20,6 +22,7 @@ from specrl.rollout.lossy.router import (
     by_reward,
     decide,
 )
+from specrl.rollout.lossy.row import RoutedRow
 from specrl.rollout.types import Request, RolloutError
 from specrl.rollout.verify import accept_exact
 from tests import engines
@@ -177,15 +180,35 @@ def test_mixed_steps_follow_the_definition(models, needs, rows_per_batch):
 
 def test_a_wrong_noise_position_after_a_step_is_caught(models, monkeypatch):
     """Planted fault: after the first step an engine samples with the noise of the response's beginning again."""
-    follow = _Row.request_after
+    follow = RoutedRow.request_after
 
     def wrong(row, *args):
         request = follow(row, *args)
         request.position = 0
         return request
 
-    monkeypatch.setattr(_Row, "request_after", wrong)
+    monkeypatch.setattr(RoutedRow, "request_after", wrong)
     done, _ = engine(models, ALWAYS).generate(asked := requests())
+    assert [c.tokens for c in done] != [c.tokens for c in plain(models[0], asked)]
+
+
+def test_kv_is_kept_between_steps_and_that_of_another_row_is_caught(models, monkeypatch):
+    asked, routing = requests(), engine(models, ALWAYS)
+    done, stats = routing.generate(asked)
+    with monkeypatch.context() as without:
+        without.setattr(TransformersEngine, "session", lambda engine, requests: nullcontext())
+        again, more = routing.generate(asked)
+    assert [c.tokens for c in again] == [c.tokens for c in done]
+    assert stats.forward_tokens < more.forward_tokens
+    claim = Session.claim
+
+    def shuffled(session, keys, taken):
+        """Planted fault: slabs of other rows, with the texts that the rows' own would hold."""
+        slabs, texts = zip(*claim(session, keys, taken), strict=True)
+        return [*zip([*slabs[1:], *slabs[:1]], texts, strict=True)]
+
+    monkeypatch.setattr(Session, "claim", shuffled)
+    done, _ = routing.generate(asked)
     assert [c.tokens for c in done] != [c.tokens for c in plain(models[0], asked)]
 
 

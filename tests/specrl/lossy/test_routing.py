@@ -17,7 +17,8 @@ from specrl.lossy.pair import load_pair
 from specrl.lossy.routing import StepValues, advantage, collect, prefix
 from specrl.reward.set import RewardSet
 from specrl.rollout.keys import derive_key
-from specrl.rollout.lossy.router import FEATURES, Candidate, Step, by_advantage, decide
+from specrl.rollout.lossy.arbitrage import FEATURES
+from specrl.rollout.lossy.router import Candidate, Step, by_advantage, decide
 from specrl.rollout.types import Request
 from specrl.run.data import load_examples
 from specrl.run.prompts import seen
