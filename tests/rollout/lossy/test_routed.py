@@ -23,7 +23,7 @@ from specrl.rollout.lossy.router import (
     decide,
 )
 from specrl.rollout.lossy.row import RoutedRow
-from specrl.rollout.types import Request, RolloutError
+from specrl.rollout.types import Completion, Request, RolloutError
 from specrl.rollout.verify import accept_exact
 from tests import engines
 from tests.engines import local
@@ -470,3 +470,49 @@ def test_the_oracle_never_escalates_without_an_advantage():
     assert decide(router, candidates).escalate == [False, False, False, True, True]
     rsd = by_reward(lambda cs: [0.5] * len(cs))  # control: an absolute score wastes calls where nothing is gained
     assert any(e and g <= 0 for e, g in zip(decide(rsd, candidates).escalate, gains, strict=True))
+
+
+# --- drift, and rows that an engine fails on
+
+
+@pytest.mark.parametrize(("usual", "warned"), [(0.0, True), (99.0, False)])
+def test_the_drift_of_a_learned_router_is_measured_and_said_once(models, usual, warned, caplog):
+    router = AcceptanceRule(odd, usual_gap=usual)
+    routing = engine(models, router)
+    for _ in range(2):
+        done, stats = routing.generate(requests())
+    kept = [(b, p) for c in done for b, p, r in zip(c.behaviour_logprobs, c.logprobs, c.reused, strict=True) if r]
+    assert stats.route_drift == pytest.approx(sum(b - p - usual for b, p in kept))
+    said = [record.message for record in caplog.records]
+    assert len(said) == warned
+    assert all("less likely under the policy" in message for message in said)
+
+
+class Failing:
+    """An engine that has no response for rows of one key, as a pool of workers may."""
+
+    own_weights, weight_version = False, 0
+
+    def __init__(self, engine, key):
+        self.engine, self.key = engine, key
+
+    def generate(self, asked):
+        done, stats = self.engine.generate(asked)
+        lost = Completion([], [], [], [], "length", 0, 0, failure="lost")
+        return [lost if r.key == self.key else c for r, c in zip(asked, done, strict=True)], stats
+
+
+@pytest.mark.parametrize("needs", [set(), {"likelihood"}])
+def test_a_row_that_the_policy_fails_on_is_a_failed_row_and_one_that_the_draft_fails_on_the_policys(models, needs):
+    asked = requests()
+    routing = engine(models, AcceptanceRule(odd, needs=frozenset(needs)))
+    want, _ = routing.generate(asked)
+    policy, draft = routing.policy, routing.draft
+    routing.policy = Failing(policy, asked[1].key)
+    done, _ = routing.generate(asked)
+    assert [c.failure for c in done] == ["", "lost", "", ""]
+    assert [c.tokens for c in done] == [[] if i == 1 else c.tokens for i, c in enumerate(want)]
+    routing.policy, routing.draft = policy, Failing(draft, asked[1].key)
+    done, stats = routing.generate(asked)
+    assert done[1].tokens == plain(models[0], asked)[1].tokens
+    assert stats.route_faults > 0
