@@ -39,7 +39,8 @@ from specrl.rollout.types import Completion, EngineStats, Request
 from specrl.run.tasks import arithmetic
 from specrl.tiny import load, load_tiny
 from specrl.trainers.config import DrafterConfig
-from specrl.trainers.cotraining.trainer import DRAFT_TOKENS, DrafterTrainer
+from specrl.trainers.cotraining.savings import DRAFT_TOKENS
+from specrl.trainers.cotraining.trainer import DrafterTrainer
 
 PROMPTS, GROUP, CAP = 4, 8, 200  # a step of config=grpo_math
 DRIFT = 0.4
