@@ -272,8 +272,9 @@ class RoutedRollout:
             self._warn(
                 "drift",
                 f"the draft steps that the router keeps are {drift:.2f} nats a token less likely under the policy, "
-                "compared to the draft model, than when the router was trained: the policy has changed since. Train it "
-                "again with `python -m specrl.train_router`. From now on this is only measured (spec/route_drift)",
+                "compared to the draft model, than when the router was trained: the policy has changed since, or the "
+                "prompts are others. Train it again with `python -m specrl.train_router`. From now on this is only "
+                "measured (spec/route_drift)",
             )
 
     def _warn(self, kind: str, message: str) -> None:

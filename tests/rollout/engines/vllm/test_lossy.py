@@ -7,16 +7,20 @@ from unittest import mock
 import pytest
 import torch
 
+from specrl.drafter import shortened
 from specrl.rollout.build import build_policy
+from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.base import EngineSpec, SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.lossy.judge import JudgeHead
 from specrl.rollout.lossy.pair import fingerprint
 from specrl.rollout.lossy.routed import RoutedRollout
 from specrl.rollout.lossy.router import Router, StepEnd, by_likelihood
-from specrl.rollout.sections import JudgedConfig
-from specrl.rollout.types import RolloutError
+from specrl.rollout.sections import JudgedConfig, RoutedConfig
+from specrl.rollout.types import Request, RolloutError
+from specrl.run.policy import TINY_PATH
+from specrl.tiny import load_tiny
 from tests.engines import judged, local, routed
 from tests.rollout.engines.vllm.engines import (
     close,
@@ -183,3 +187,23 @@ def test_noise_of_another_position_after_a_step_is_caught(saved, reader, monkeyp
     done, _ = RoutedRollout(reader, writer, ROUTERS["all"], STEP_END).generate(asked_of_both())
     plain, _ = local(saved("qwen3")[0], SamplingParams(EOS_IDS)).generate(asked_of_both())
     assert differing(done, plain, 1e-3)
+
+
+@on_v1
+def test_the_options_of_a_run_route_alike_on_both_engines(tmp_path):
+    """A policy and a draft model, each with an engine, from their directories."""
+    model, tokenizer = load_tiny()
+    shortened(model, 4).save_pretrained(tmp_path)
+    routing = RoutedConfig(threshold=6.0, separators=["\\n"], max_step_tokens=40)
+    config = RolloutConfig(acceptance="routed", drafter=str(tmp_path), routed=routing, max_new_tokens=40)
+    config.vllm.kv_cache_mb, eos_ids = 16, frozenset({tokenizer.eos_token_id})
+    prompt = tokenizer("Tom has 30 pens. He buys 12. How many pens does Tom have now?\n").input_ids
+    texts = []
+    for engine in ("transformers", "vllm"):
+        config.engine = engine
+        built = start(EngineSpec(model=str(TINY_PATH), eos_ids=eos_ids, rollout=config))
+        done, stats = built.generate([Request(prompt, key, 40) for key in range(4)])
+        texts.append([(c.tokens, c.reused) for c in done])
+        built.close()
+    assert texts[0] == texts[1]
+    assert stats.steps > 4
