@@ -67,7 +67,7 @@ def test_prompts_computed_in_parts_change_nothing(engine_of, some, drafters):
 
 def test_a_cache_too_small_for_the_batch_changes_nothing(engine_of, monkeypatch):
     """vLLM preempts rows, assigns them other slots and recomputes their KV."""
-    plain, _ = engine_of(parallel=1, eos_ids=frozenset()).generate(requests_of(MANY_BLOCKS))
+    plain, _ = engine_of(eos_ids=frozenset()).generate(requests_of(MANY_BLOCKS))
     engine = engine_of(kv_mb=1, eos_ids=frozenset())
     preempted = []
     preempt = Scheduler._preempt_request
