@@ -7,6 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny_policy import build_tokenizer
+from specrl import evaluate as evaluate_command
+from specrl import generate as generate_command
 from specrl.config.load import run, save
 from specrl.config.schema import Config
 from specrl.evaluate import EvaluateConfig, main
@@ -60,7 +62,7 @@ def trained(tmp_path):
 
 def test_generate_takes_a_run_too(trained, monkeypatch):
     asked = []
-    monkeypatch.setattr("specrl.generate.main", asked.append)
+    monkeypatch.setattr(generate_command, "main", asked.append)
     assert generate([f"run={trained}", "prompts=1"]) == 0
     assert generate(["config=grpo_math"]) == 0
     assert [(c.model, c.seed, c.prompts) for c in asked] == [(str(trained / "model"), 3, 1), ("tiny", 0, 2)]
@@ -68,7 +70,7 @@ def test_generate_takes_a_run_too(trained, monkeypatch):
 
 def test_run_brings_its_config_and_its_model(trained, monkeypatch):
     asked = []
-    monkeypatch.setattr("specrl.evaluate.main", asked.append)
+    monkeypatch.setattr(evaluate_command, "main", asked.append)
     assert command_line([f"run={trained}", "samples=2"]) == 0
     assert command_line([f"run={trained}", "model=tiny"]) == 0
     commands = [(c.model, c.seed, c.dataset.test_size, c.samples) for c in asked]
