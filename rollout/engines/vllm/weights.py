@@ -232,9 +232,9 @@ class Updates:
 
     def _take_back(self, *tags: str) -> None:
         if wanted := [tag for tag in tags if tag in self._asleep]:
-            awake = self._llm.wake_up(tags=wanted)
+            self._llm.wake_up(tags=wanted)
             self._asleep -= set(wanted)
-            if not (awake or self._asleep):
+            if not self._asleep and self._llm.llm_engine.is_sleeping():  # vLLM 0.31's wake_up returns nothing
                 raise RolloutError("vLLM could not take back its GPU memory; set rollout.vllm.sleep=false")
 
     @contextmanager

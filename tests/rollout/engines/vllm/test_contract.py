@@ -1,6 +1,7 @@
 """The installed vLLM has all names that the engine uses, and a version without them is detected."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,7 +58,7 @@ def test_without_the_names_of_v2_the_runner_is_v1(monkeypatch):
     for module in (served, settings):
         monkeypatch.setattr(module, "HAS_TRITON", True)
     monkeypatch.setitem(contract.NAMES, "v2", {"vllm.v1.worker.gpu.of_a_later_version:Speculator": "propose"})
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    monkeypatch.setattr(served, "envs", SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=None))
     spec = EngineSpec(eos_ids=frozenset(), rollout=RolloutConfig(engine="vllm"))
     assert settings.choose_runner(spec, SamplingParams(frozenset())) == "v1"
     assert served.engine_args() == served.ENGINE_ARGS["v1"]

@@ -159,6 +159,7 @@ class Asleep:
     def __init__(self, drafter):
         self.levels = []
         self.worker = SimpleNamespace(get_draft_model=lambda: drafter, device=torch.device("cpu"))
+        self.llm_engine = SimpleNamespace(is_sleeping=lambda: False)
         for name in ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"):
             setattr(self, name, lambda *_, **__: None)
 
@@ -169,7 +170,7 @@ class Asleep:
         self.levels.append(level)
 
     def wake_up(self, tags):
-        return True
+        pass
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -236,6 +237,6 @@ def test_memory_that_does_not_come_back_is_an_error(sleeper, golden, monkeypatch
     engine, _, _ = sleeper
     engine.generate(requests_of(golden()[0]))
     with monkeypatch.context() as patch:
-        patch.setattr(LLM, "wake_up", lambda llm, tags: False)
+        patch.setattr(LLM, "wake_up", lambda llm, tags: None)
         with pytest.raises(RolloutError, match=r"rollout\.vllm\.sleep=false"):
             engine.generate(requests_of(golden()[0]))
