@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from specrl.config.schema import Config
     from specrl.reward.set import RewardSet
+    from specrl.rollout.engines.base import Engine
     from specrl.rollout.speculative import SpeculativeRollout
     from specrl.run.data import Example
 
@@ -94,8 +95,13 @@ def evaluate(
     pass@k uses only the scores of `rewards.verifiable`, where 1 is correct, not the total of all rewards. Without such
     a reward it is absent.
     """
-    respond = _conversations if config.dataset.tools else _single_turns
-    completions, texts, stats, spent = respond(rollout, tokenizer, examples, config, samples, step)
+    batch = None
+    if config.dataset.tools:
+        completions, texts, stats = _conversations(rollout.engine, tokenizer, examples, config, samples)
+    else:
+        batch, texts = _single_turns(rollout, tokenizer, examples, config, samples, step)
+        completions = batch.completions
+        stats = batch.stats
     done = [(number // samples, completion) for number, completion in enumerate(completions) if not completion.failure]
     if not done:
         return {"eval/failed": len(completions)}
@@ -104,7 +110,8 @@ def evaluate(
     lengths = [completion.sampled for _, completion in done]
     metrics = {"eval/reward": fmean(valid)} if valid else {}
     metrics |= {"eval/mean_length": fmean(lengths), "eval/failed": len(completions) - len(valid)}
-    metrics |= spent
+    if batch is not None:
+        metrics |= cost(batch)
     if stats.steps:
         policy_tokens = sum(not reused for _, completion in done for reused in completion.reused)
         metrics["eval/policy_tokens_ratio"] = policy_tokens / sum(lengths)
@@ -118,10 +125,6 @@ def evaluate(
     return metrics | pass_rates(groups.values(), samples)
 
 
-Responses = tuple[list[Completion], list, EngineStats, dict[str, float]]
-"""Completions; texts or messages of those that did not fail, for the rewards; counts; metrics of what it cost."""
-
-
 def _single_turns(
     rollout: SpeculativeRollout,
     tokenizer: PreTrainedTokenizerBase,
@@ -129,31 +132,26 @@ def _single_turns(
     config: Config,
     samples: int,
     step: int,
-) -> Responses:
+) -> tuple[RolloutBatch, list[str]]:
+    """The responses, and the texts of those that did not fail."""
     prompts = [(example.id, tuple(render(example, tokenizer, config.dataset).ids)) for example in examples]
     rows = [Row(*prompt) for prompt in prompts for _ in range(samples)]
     batch = rollout.generate(rows, visit=0, step=step, domain="eval")
     rollout.store(rows, batch, step=step, domain="eval")
     done = [completion.tokens for completion in batch.completions if not completion.failure]
-    texts = tokenizer.batch_decode(done, skip_special_tokens=True)
-    return batch.completions, texts, batch.stats, cost(batch) if done else {}
+    return batch, tokenizer.batch_decode(done, skip_special_tokens=True)
 
 
 def _conversations(
-    rollout: SpeculativeRollout,
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Sequence[Example],
-    config: Config,
-    samples: int,
-    step: int,
-) -> Responses:
-    """With tools; every turn is decoded without drafts."""
+    engine: Engine, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], config: Config, samples: int
+) -> tuple[list[Completion], list, EngineStats]:
+    """The conversations, decoded without drafts, and the messages of those that did not fail."""
     from specrl.run.toolbox import conversations
 
-    held, stats = conversations(rollout.engine, tokenizer, examples, config, "eval", samples)
+    held, stats = conversations(engine, tokenizer, examples, config, "eval", samples)
     completions = [conversation.whole() for conversation in held]
     said = [c.messages for c, completion in zip(held, completions, strict=True) if not completion.failure]
-    return completions, said, stats, {}
+    return completions, said, stats
 
 
 def cost(batch: RolloutBatch) -> dict[str, float]:
