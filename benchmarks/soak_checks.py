@@ -20,7 +20,18 @@ BOUNDS = {
 quiet one by a."""
 WARM_UP = 0.25
 """Share of the steps in which caches fill and allocators settle."""
-COSTS = ("timing_s/", "spec/", "control/", "cache/", "perf/", "sampling/", "reference/", "reward/reused_ratio", "step_time", "time")
+COSTS = (
+    "timing_s/",
+    "spec/",
+    "control/",
+    "cache/",
+    "perf/",
+    "sampling/",
+    "reference/",
+    "reward/reused_ratio",
+    "step_time",
+    "time",
+)
 """Columns with the costs of a step, which may differ."""
 
 

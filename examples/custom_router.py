@@ -7,8 +7,10 @@ The draft model is four of the policy's layers.
 
 from specrl.drafter import shortened
 from specrl.rollout.engines.base import SamplingParams
-from specrl.rollout.lossy.routed import RoutedEngine
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.lossy.routed import RoutedRollout
 from specrl.rollout.lossy.router import Router, StepEnd
+from specrl.rollout.lossy.text import ReadOrVerify
 from specrl.rollout.types import Request
 from specrl.tiny import load_tiny
 
@@ -19,15 +21,15 @@ def repeats(candidates):
 
 
 model, tokenizer = load_tiny()
-eos_ids = frozenset({tokenizer.eos_token_id})
+sampling = SamplingParams(frozenset({tokenizer.eos_token_id}))
 prompt = tokenizer("Tom has 30 pens. He buys 12, sells 20. How many pens does Tom have now?\n")["input_ids"]
 
-engine = RoutedEngine(
-    model,
-    SamplingParams(eos_ids),
-    draft=shortened(model, 4),
+texts = ReadOrVerify()
+engine = RoutedRollout(
+    policy=TransformersEngine(model, sampling, texts.rule, texts),
+    draft=TransformersEngine(shortened(model, 4), sampling),
     router=Router(repeats, threshold=0.5),
-    step_end=StepEnd(["\n"], tokenizer.decode, eos_ids, max_tokens=24),
+    step_end=StepEnd(["\n"], tokenizer.decode, sampling.eos_ids, max_tokens=24, vocab=len(tokenizer)),
 )
 (response,), stats = engine.generate([Request(prompt, key=7, max_new_tokens=160)])
 assert len(response.behaviour_logprobs) == len(response.tokens)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from specrl.rollout.drafting.drafting import Drafting
     from specrl.rollout.engines.base import Engine, EngineSpec, SamplingParams
+    from specrl.rollout.engines.local.engine import TransformersEngine
+    from specrl.rollout.engines.vllm.engine import VLLMEngine
     from specrl.rollout.lossy.judged import Judged
     from specrl.rollout.lossy.router import Scorer
     from specrl.rollout.verify import AcceptanceRule
@@ -30,13 +32,18 @@ def build_engine(spec: EngineSpec, model: PreTrainedModel | None = None, scorer:
     Raises:
         RolloutError: an option has an illegal value, or what it names cannot be loaded.
     """
-    from specrl.rollout.engines.base import Limits, SamplingParams
+    from specrl.rollout.engines.base import Limits
 
     config = spec.rollout
     check(config)
-    sampling = SamplingParams(spec.eos_ids, config.temperature, config.top_k, config.top_p)
+    sampling = _sampling(spec)
+    if config.acceptance == "routed":
+        return _routed_engine(spec, model, scorer)
     if config.engine == "vllm":
-        return _vllm_engine(spec, sampling)
+        if config.acceptance == "judged":  # the head is for one policy, whose weights are read to compare
+            judged = _judged(config, sampling, replace(spec, device="cpu").load(spec.model), None)
+            return _vllm_engine(spec, sampling, judged.rule, judged)
+        return _vllm_engine(spec, sampling, *rule_and_drafting(config, sampling))
     from specrl.rollout.engines.local.engine import TransformersEngine
 
     policy = spec.load(spec.model) if model is None else model
@@ -50,36 +57,62 @@ def build_engine(spec: EngineSpec, model: PreTrainedModel | None = None, scorer:
     if config.acceptance == "judged":
         judged = _judged(config, sampling, policy, drafter)
         return TransformersEngine(policy, sampling, judged.rule, judged, limits, own_weights)
-    if config.acceptance == "routed":
-        from specrl.rollout.lossy.routed import RoutedEngine
-        from specrl.rollout.lossy.router import build_router
-
-        assert drafter is not None, "rollout.checks asks for rollout.drafter"
-        router, step_end = build_router(config.routed, spec, policy, drafter, scorer)
-        return RoutedEngine(
-            policy,
-            sampling,
-            draft=drafter,
-            router=router,
-            step_end=step_end,
-            limits=limits,
-            own_weights=own_weights,
-        )
     return TransformersEngine(policy, sampling, *rule_and_drafting(config, sampling, drafter), limits, own_weights)
 
 
-def _vllm_engine(spec: EngineSpec, sampling: SamplingParams) -> Engine:
+def build_policy(spec: EngineSpec, model: PreTrainedModel | None = None) -> TransformersEngine | VLLMEngine:
+    """The engine of a RoutedRollout's policy. Args: see `build_engine`."""
+    from specrl.rollout.engines.base import Limits
+    from specrl.rollout.lossy.text import ReadOrVerify
+
+    sampling, texts = _sampling(spec), ReadOrVerify()
+    if spec.rollout.engine == "vllm":
+        return _vllm_engine(spec, sampling, texts.rule, texts)
+    from specrl.rollout.engines.local.engine import TransformersEngine
+
+    policy = spec.load(spec.model) if model is None else model
+    return TransformersEngine(policy, sampling, texts.rule, texts, Limits.of(spec.rollout), own_weights=model is None)
+
+
+def _routed_engine(spec: EngineSpec, model: PreTrainedModel | None, scorer: Scorer | None) -> Engine:
+    """A policy and a draft of the same make."""
+    from specrl.rollout.drafting.drafting import check_vocab
+    from specrl.rollout.engines.local.engine import TransformersEngine
+    from specrl.rollout.engines.local.head import check_writes_text, load_drafter
+    from specrl.rollout.lossy.arbitrage import build_router
+    from specrl.rollout.lossy.routed import RoutedRollout
+
     config = spec.rollout
+    check_writes_text(config)
+    vllm = replace(config.vllm, memory_utilization=config.vllm.memory_utilization / 2)
+    alone = replace(config, drafter="", vllm=vllm)
+    policy = build_policy(replace(spec, rollout=alone), model)
+    draft: TransformersEngine | VLLMEngine
+    if isinstance(policy, TransformersEngine):
+        draft = TransformersEngine(load_drafter(spec, policy.model), policy.sampling, limits=policy.limits)
+    else:
+        awake = replace(vllm, sleep=False)  # when one engine of a process sleeps, all that sleep lose their memory
+        drafting = replace(alone, acceptance="off", vllm=awake)
+        of_draft = replace(spec, model=config.drafter, revision="", rollout=drafting)
+        draft = _vllm_engine(of_draft, policy.sampling, *rule_and_drafting(drafting, policy.sampling))
+    check_vocab(draft.vocab, policy.vocab)
+    return RoutedRollout(policy, draft, *build_router(config.routed, spec, scorer))
+
+
+def _sampling(spec: EngineSpec) -> SamplingParams:
+    from specrl.rollout.engines.base import SamplingParams
+
+    return SamplingParams(spec.eos_ids, spec.rollout.temperature, spec.rollout.top_k, spec.rollout.top_p)
+
+
+def _vllm_engine(spec: EngineSpec, sampling: SamplingParams, rule: AcceptanceRule, drafting: Drafting) -> VLLMEngine:
     try:
         from specrl.rollout.engines.vllm.engine import VLLMEngine
     except ImportError as error:
         raise RolloutError(
             f"rollout.engine=vllm needs vLLM: {error}. Install it with: pip install 'specrl[vllm]'"
         ) from error
-    if config.acceptance == "judged":  # the head is for one policy, whose weights are read to compare
-        judged = _judged(config, sampling, replace(spec, device="cpu").load(spec.model), None)
-        return VLLMEngine(spec, sampling, judged.rule, judged)
-    return VLLMEngine(spec, sampling, *rule_and_drafting(config, sampling))
+    return VLLMEngine(spec, sampling, rule, drafting)
 
 
 def _judged(

@@ -107,7 +107,7 @@ class RolloutConfig:
         """The option by which vLLM's scheduler carries the host's drafts to its workers; empty if it need not."""
         if self.vllm.on_device:
             return ""
-        if self.drafter:
+        if self.drafter and self.acceptance != "routed":  # whose draft model has an engine of its own
             return f"rollout.drafter={self.drafter}"
         parallel = self.vllm.tensor_parallel
         return f"rollout.vllm.tensor_parallel={parallel}" if parallel > 1 else ""
@@ -146,12 +146,7 @@ class RolloutConfig:
                 yield f"{drafts}. Try rollout.vllm.{option}=auto."
 
     def _vllm_problems(self) -> Iterator[str]:
-        if self.acceptance == "routed":
-            yield (
-                "<rollout.acceptance> continues a row from its KV cache after each step, and <rollout.engine> frees it "
-                "with the request. Try rollout.engine=transformers."
-            )
-        elif self.acceptance == "judged" and self.judged.by == "kl":
+        if self.acceptance == "judged" and self.judged.by == "kl":
             yield (
                 "<rollout.judged.by> needs distributions of rollout.drafter, and <rollout.engine> judges stored "
                 "responses only. Try rollout.judged.by=judge, or rollout.engine=transformers."

@@ -132,4 +132,6 @@ def lossy_metrics(batch: RolloutBatch) -> dict[str, Metric]:
         metrics["timing_s/route"] = seconds(stats.route_s)
         metrics["spec/route_steps"] = count(stats.steps)
         metrics["spec/escalated_ratio"] = mean(stats.escalated, stats.steps)
+    if stats.route_drift:
+        metrics["spec/route_drift"] = mean(stats.route_drift, len(divergences))
     return metrics

@@ -72,14 +72,16 @@ class JudgedConfig:
 
 @dataclass
 class RoutedConfig:
-    by: Literal["likelihood", "entropy", "rsd", "arbitrage"] = doc(
-        "likelihood", "score that decides whether the policy rewrites a draft step"
+    by: Literal["likelihood", "arbitrage", "rsd"] = doc(
+        "likelihood",
+        "score that decides whether the policy rewrites a draft step. likelihood: the policy's, in a pass over the "
+        "step; arbitrage: a trained router that sees the draft alone; rsd: a process reward model",
     )
     path: str = doc("", "directory of the router (arbitrage) or the process reward model (rsd)")
     threshold: float = doc(
         0.5,
-        "arbitrage: largest accepted probability of a gain by the policy; rsd: lowest accepted score; likelihood and "
-        "entropy: largest accepted value in nats",
+        "arbitrage: largest accepted probability of a gain by the policy; rsd: lowest accepted score; likelihood: "
+        "largest accepted value in nats",
     )
     separators: list[str] = doc(["\\n\\n"], "texts that end a reasoning step; \\n is a newline")
     max_step_tokens: int = doc(128, "longest draft step in tokens; the policy generates longer ones", low=1)

@@ -15,6 +15,10 @@ class RolloutError(RuntimeError):
     """A rollout could not be produced or trusted. The message names what, why, the value given and the remedy."""
 
 
+class UnusableLogits(RolloutError):
+    """A model returned logits that are NaN or infinite."""
+
+
 class CacheError(RolloutError):
     """A trajectory cache cannot be used: written by another model, by a newer version, or not accessible."""
 
@@ -80,6 +84,7 @@ class Request:
     key: int
     """Noise key: the token at response position t is sampled with the noise of (key, t)."""
     max_new_tokens: int
+    """From here on, where `prompt` ends with a part of the response."""
     drafter: Drafter | None = None
     """None: there is no old text; an engine with a draft model may still draft."""
     draft_logprobs: Sequence[float] | None = None
@@ -89,6 +94,10 @@ class Request:
     """Weight version that sampled the first proposal; provenance of what the `lenient` rule reuses."""
     plain: bool = False
     """Decode without drafts, those of the engine's draft model included: the baseline."""
+    position: int = 0
+    """Response position of the first new token: `prompt` ends with so many tokens of the response."""
+    stop_ids: frozenset[int] = frozenset()
+    """Ids beside EOS with which the engine ends the request; its finish reason is then `stop` too."""
     expected_tokens: int | None = None
     """Guess of the tokens still to be decoded, for spreading rows over workers; None if there is no guess."""
 
@@ -117,6 +126,9 @@ class Completion:
     """Weight version that sampled the reused tokens if that is not `version` (the lenient rule), else None."""
     failure: str = ""
     """Why this row has no response (its sequences are then empty); such rows are masked and counted, never scored."""
+    own: tuple[int, float] | None = None
+    """Of a text that the policy only read: the token that it samples itself at the first position where that is not the
+    text's, with its log-prob. None: it samples the text."""
     mask: list[int] | None = None
     """Of a whole conversation: 1 for tokens that the policy sampled, 0 for those of tools. None: it sampled all."""
 
@@ -173,6 +185,9 @@ class EngineStats:
     """Of `steps`, those the policy wrote."""
     route_faults: int = 0
     """Of `escalated`, those for which the router failed or the draft step was none."""
+    route_drift: float = 0.0
+    """Sum over kept draft tokens of their log-prob under the draft minus that under the policy, and minus the mean of
+    this difference when a learned router was trained."""
     drafter_faults: int = 0
     """Rows whose own drafter raised or proposed no token ids; they went on without it."""
     ties: int = 0

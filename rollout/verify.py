@@ -51,6 +51,8 @@ class Accepted:
     """How many of the tokens, from the first on, are the draft's."""
     rejected_tail: Sequence[int] = ()
     """What the policy sampled after these, given rejected draft tokens: guesses, by the row's own noise."""
+    own: tuple[int, float] | None = None
+    """See `Completion.own`."""
 
 
 AcceptanceRule = Callable[[int, Any, TargetSamples], Accepted]

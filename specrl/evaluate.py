@@ -56,13 +56,12 @@ class Serving(NamedTuple):
 @contextmanager
 def serving(config: Config) -> Iterator[Serving]:
     """The policy of the config, loaded into its engine."""
-    from specrl.lossy.routing import step_scorer
-    from specrl.rollout.build import build_engine
+    from specrl.lossy.routing import build_scored
     from specrl.run.policy import engine_spec, load_policy
 
     model, tokenizer, eos_ids = load_policy(config)
     shared = model.eval() if config.rollout.engine == "transformers" else None
-    engine = build_engine(engine_spec(config, eos_ids), shared, step_scorer(config))
+    engine = build_scored(config, engine_spec(config, eos_ids), shared)
     try:
         yield Serving(engine, tokenizer, model, eos_ids)
     finally:

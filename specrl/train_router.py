@@ -2,7 +2,8 @@
 
 Arbitrage (arXiv 2512.05033): an oracle compares the next steps of both models and continues with the better one; every
 step becomes a training example. The value of a step is the mean reward of the policy's continuations, so no process
-reward model is needed. The router written to `out` is a logistic regression on the policy's likelihoods of a step.
+reward model is needed. The router written to `out` is a logistic regression on what the draft model tells of a step, so
+that it decides before any pass of the policy.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ def main(config: TrainRouterConfig) -> int:
     with closing(load_rewards(config.reward)) as rewards:
         values = StepValues(pair, rewards, config.continuations, config.seed)
         learning, held_out = split(collect(pair, values, examples), 0.2, config.seed)
-    weights, report = train(learning, held_out, config)
-    card = {"separators": config.rollout.routed.step_separators, "weights": weights, "report": report}
-    write_card(config.out, {"kind": "arbitrage", **pair.fingerprints(), **card})
-    print(json.dumps(report, indent=2))
+    card = train(learning, held_out, config)
+    separators = config.rollout.routed.step_separators
+    write_card(config.out, {"kind": "arbitrage", **pair.fingerprints(), "separators": separators, **card})
+    print(json.dumps(card["report"], indent=2))
     return 0
 
 

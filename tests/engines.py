@@ -8,7 +8,8 @@ from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import drafter_of
 from specrl.rollout.lossy.judged import Judged
 from specrl.rollout.lossy.lenient import VerifyOldTextOnce, lenient
-from specrl.rollout.lossy.routed import RoutedEngine
+from specrl.rollout.lossy.routed import RoutedRollout
+from specrl.rollout.lossy.text import ReadOrVerify
 from specrl.rollout.verify import exact
 from specrl.rollout.workers.ahead import Ahead
 
@@ -31,10 +32,16 @@ def judged(model, sampling, judge, draft=None, window=16, own_weights=False, **l
     return TransformersEngine(model, sampling, drafting.rule, drafting, Limits(**limits), own_weights)
 
 
+def reading(model, sampling, **limits):
+    """A local engine as the policy of a RoutedRollout."""
+    texts = ReadOrVerify()
+    return TransformersEngine(model, sampling, texts.rule, texts, Limits(**limits))
+
+
 def routed(model, sampling, draft, router, step_end, **limits):
-    """A routed engine."""
-    limits = Limits(**limits)
-    return RoutedEngine(model, sampling, draft=draft, router=router, step_end=step_end, limits=limits)
+    """A RoutedRollout of two local engines."""
+    policy = reading(model, sampling, **limits)
+    return RoutedRollout(policy, TransformersEngine(draft, sampling, limits=Limits(**limits)), router, step_end)
 
 
 class Spare:

@@ -33,14 +33,13 @@ from specrl.rollout.types import EngineStats
 NORMAL_95 = 1.96
 TRUE = "rsd on true values"
 THRESHOLDS = {
-    "entropy": (0.05, 0.1, 0.2),
     TRUE: (0.25, 0.75),
     "likelihood": (0.0, 1.0, 3.0, 6.0),
     "arbitrage": (0.15, 0.3, 0.5, 0.7, 0.85),
     "oracle": (0.0,),
 }
 UNSERVED = (TRUE, "oracle")  # their scores come from continuations
-TIMED = {"entropy": 0.05, "likelihood": 1.0, "arbitrage": 0.3}  # against the policy alone, near its accuracy
+TIMED = {"likelihood": 1.0, "arbitrage": 0.3}  # against the policy alone, near its accuracy
 ROWS = (1, 16)  # decoded together where seconds are measured
 REPEATS = 5
 GAPS = (0.5, 0.75, 0.9)  # of the way from the draft's accuracy to the policy's: where methods are compared
@@ -111,8 +110,9 @@ def main(config: RouterBenchConfig) -> int:
 def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dict:
     """The router of each method that was asked for."""
     from specrl.lossy.routing import StepValues, advantage, prefix
+    from specrl.rollout.lossy.arbitrage import load_learned
     from specrl.rollout.lossy.pair import fingerprint
-    from specrl.rollout.lossy.router import by_advantage, by_entropy, by_likelihood, by_reward, load_learned
+    from specrl.rollout.lossy.router import by_advantage, by_likelihood, by_reward
     from specrl.run.prompts import seen
 
     folder, separators = Path(config.rollout.routed.path), config.rollout.routed.step_separators
@@ -128,7 +128,6 @@ def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dic
         return values([prefix(c, c.step, begun[c.row], pair.tokenizer) for c in candidates])
 
     made = {
-        "entropy": lambda: by_entropy(0.0),
         TRUE: lambda: by_reward(true_values),
         "likelihood": lambda: by_likelihood(0.0),
         "arbitrage": learned,
@@ -200,9 +199,9 @@ def timed(engines: dict, asked: Sequence, rows: int) -> dict:
     asked, least = asked[: max(rows, 8)], dict.fromkeys(engines, (math.inf, math.inf))
     for _ in range(REPEATS):
         for name, engine in engines.items():
-            engine.rows_per_batch = rows
             began, used = time.perf_counter(), time.process_time()
-            engine.generate(asked)
+            for first in range(0, len(asked), rows):
+                engine.generate(asked[first : first + rows])
             took = (time.perf_counter() - began) / len(asked), (time.process_time() - used) / len(asked)
             least[name] = tuple(map(min, least[name], took))
     return {"rows": rows, **{name: {"wall": w, "processor": p} for name, (w, p) in least.items()}}
@@ -252,9 +251,9 @@ def draw(points: Sequence[Point], path: Path) -> None:
     """Accuracy over tokens of the policy, and over weighted passes."""
     from matplotlib.figure import Figure
 
-    from specrl.results.plots import BLACK, BLUE, GREY, RED, SKY
+    from specrl.results.plots import BLACK, BLUE, RED, SKY
 
-    colours = {"draft": "#999933", "policy": BLACK, "entropy": GREY, TRUE: "#CC79A7"}
+    colours = {"draft": "#999933", "policy": BLACK, TRUE: "#CC79A7"}
     colours |= {"likelihood": SKY, "arbitrage": BLUE, "oracle": RED}
     keys = {
         "policy_tokens": "tokens of the policy per response",

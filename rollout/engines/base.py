@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
@@ -220,6 +220,14 @@ class Source(Protocol):
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor), one at a time."""
+
+
+@runtime_checkable
+class HoldsSessions(Protocol):
+    """An Engine whose calls share work within a `with` block: KV of their common beginnings, memory that it holds."""
+
+    def session(self, requests: Sequence[Request]) -> AbstractContextManager[None]:
+        """The weights do not change within the block, whose calls continue these requests."""
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from specrl.rollout.drafting.budget import AcceptanceBucket, State
 from specrl.rollout.drafting.draft import EMPTY, Draft, DrafterFault, show
-from specrl.rollout.types import Completion, Drafter, FinishReason, Request, RolloutError
+from specrl.rollout.types import Completion, Drafter, FinishReason, Request, RolloutError, UnusableLogits
 from specrl.rollout.verify import Accepted, cut
 
 
@@ -38,6 +38,8 @@ class Response:
     """By which the acceptance of the last guess is estimated; None if there was no guess."""
     state: State = "start"
     """How much of that guess was accepted."""
+    own: tuple[int, float] | None = None
+    """See `Completion.own`."""
     redraws: Sequence[int] = ()
     """What the last pass sampled after rejected tokens: maybe what it will sample after the right ones."""
 
@@ -63,13 +65,17 @@ class Response:
         """Tokens until the cap."""
         return self.request.max_new_tokens - len(self.tokens)
 
+    def stops(self, tokens: Sequence[int], eos_ids: frozenset[int]) -> bool:
+        """Whether one of the tokens ends the request."""
+        return not (eos_ids.isdisjoint(tokens) and self.request.stop_ids.isdisjoint(tokens))
+
     def emit(self, accepted: Accepted, eos_ids: frozenset[int]) -> int:
-        """Appends the tokens up to the first EOS or the cap; returns their number."""
+        """Appends the tokens up to the first EOS or stop id, or the cap; returns their number."""
         tokens, logprobs, behaviour = accepted.tokens, accepted.logprobs, accepted.behaviour
         count = len(tokens)
         remaining = self.request.max_new_tokens - len(self.tokens)
-        if count >= remaining or not eos_ids.isdisjoint(tokens):
-            count, self.finish = cut(tokens, eos_ids, remaining)
+        if count >= remaining or self.stops(tokens, eos_ids):
+            count, self.finish = cut(tokens, eos_ids | self.request.stop_ids, remaining)
             tokens, logprobs, behaviour = tokens[:count], logprobs[:count], behaviour[:count]
         drafted = min(accepted.drafted, count)
         self.tokens += tokens
@@ -77,6 +83,7 @@ class Response:
         self.behaviour += behaviour
         self.reused += [True] * drafted + [False] * (count - drafted)
         self.passes += 1
+        self.own = self.own or accepted.own
         if self.finish:
             self.seconds = time.perf_counter() - self.began
         if self.finish and self.drafter and self.drafting:
@@ -99,6 +106,7 @@ class Response:
             self.passes,
             self.seconds,
             draft_version=self.request.draft_version,
+            own=self.own,
         )
 
 
@@ -121,6 +129,11 @@ def check_request(request: Request, vocab: int, context: int, limit: str = "") -
     if not 0 <= min(prompt) <= max(prompt) < vocab:
         bad = next(t for t in prompt if not 0 <= t < vocab)
         raise RolloutError(f"a prompt holds the token id {bad}, outside the model's 0..{vocab - 1}")
+    if not 0 <= request.position < len(prompt):
+        raise RolloutError(
+            f"position={request.position} of a request with a prompt of {len(prompt)} tokens: so many of them would be "
+            f"the response, before which there is at least one. Use 0 to {len(prompt) - 1}"
+        )
     if cap < 1:
         raise RolloutError(f"max_new_tokens={cap} leaves no room for a response; use at least 1")
     if len(prompt) >= context:
@@ -136,9 +149,9 @@ def check_request(request: Request, vocab: int, context: int, limit: str = "") -
 
 
 def refuse_unusable(usable: Iterable[bool], version: int) -> None:
-    """Raises RolloutError when logits of the policy, at weight version `version`, were NaN or infinite."""
+    """Raises UnusableLogits when logits of the model, at weight version `version`, were NaN or infinite."""
     if not all(usable):
-        raise RolloutError(
+        raise UnusableLogits(
             f"the policy returned NaN or infinite logits (weight version {version}); "
             "check the learning rate and the last update"
         )

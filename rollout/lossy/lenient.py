@@ -10,11 +10,10 @@ from torch import Tensor
 
 from specrl.rollout.checks import check
 from specrl.rollout.config import RolloutConfig
-from specrl.rollout.drafting.draft import EMPTY, Draft
-from specrl.rollout.drafting.drafting import Drafting
-from specrl.rollout.engines.response import Response
+from specrl.rollout.drafting.draft import Draft
+from specrl.rollout.lossy.text import TextOnce
 from specrl.rollout.noise import uniform
-from specrl.rollout.types import EngineStats, Request, RolloutError
+from specrl.rollout.types import Request, RolloutError
 from specrl.rollout.verify import AcceptanceRule, Accepted, TargetSamples, exact
 
 _KEY = 0x5851F42D4C957F2D  # separates the acceptance uniforms from the Gumbel noise of the same key
@@ -79,25 +78,10 @@ def kept(logp_new: Tensor, logp_old: Tensor, lenience: float) -> Tensor:
     return torch.minimum(logp_old, logp_new + math.log(lenience))
 
 
-class VerifyOldTextOnce(Drafting):
-    """Drafts all of the sample's old text in the row's first pass, and nothing after that."""
-
-    verifies_once = True
+class VerifyOldTextOnce(TextOnce):
+    """Drafts the sample's old text, whose stored log-probs the rule needs."""
 
     def begin(self, requests: Sequence[Request]) -> None:
         if any(request.drafter and request.draft_logprobs is None for request in requests):
             raise RolloutError("the lenient rule needs the stored log-probs of every draft; the cache holds none")
         super().begin(requests)
-
-    def propose(self, rows: Sequence[Response], stats: EngineStats) -> list[Draft]:
-        return [self.text(row) if row.drafting and not row.tokens else EMPTY for row in rows]
-
-    def text(self, row: Response) -> Draft:
-        """The row's old text, as far as it fits."""
-        tokens = self.guess(row, row.remaining)
-        return Draft(tokens, row.guess.source, (row.request.draft_logprobs or ())[: len(tokens)])
-
-    def learn(
-        self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int, rejected_tail: Sequence[int] = ()
-    ) -> None:
-        row.drafting &= drafted == len(draft.tokens)  # nothing after the first rejection

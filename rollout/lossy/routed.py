@@ -1,4 +1,4 @@
-"""Step-level routing: a cheaper model drafts each reasoning step, a router decides which steps the policy writes.
+"""Step-level routing: a cheaper engine drafts each reasoning step, a router decides which steps the policy writes.
 
 Lossy: a kept draft step follows the draft model's distribution. For every token the completion records whether the
 draft wrote it (`reused`) and its log-prob under the model that did (`behaviour_logprobs`).
@@ -9,156 +9,122 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-import torch
-from transformers import PreTrainedModel
+from torch import Tensor
 
-from specrl.rollout.drafting.drafting import check_vocab
-from specrl.rollout.engines.base import Limits, SamplingParams
-from specrl.rollout.engines.local.engine import LocalModel
-from specrl.rollout.engines.local.memory import max_concurrent_rows
-from specrl.rollout.engines.local.probe import packed_model
-from specrl.rollout.engines.local.reader import Reader
-from specrl.rollout.engines.response import Response, check_request, refuse_unusable
+from specrl.rollout.engines.base import Engine, HoldsSessions, Probe
 from specrl.rollout.lossy.router import Candidate, Router, Source, Step, StepEnd, decide
-from specrl.rollout.types import Completion, EngineStats, Request
-from specrl.rollout.verify import Accepted, TargetSamples, accept_exact
+from specrl.rollout.lossy.row import RoutedRow, follows
+from specrl.rollout.types import Completion, EngineStats, Request, RolloutError, UnusableLogits
 
 log = logging.getLogger(__name__)
+DRIFT = 0.1, 0.5
+"""Nats a token, and share of the usual gap, by which kept text may be less likely under the policy than when a learned
+router was trained. Batches differ by less."""
 
 
-@dataclass(slots=True)
-class _Row(Response):
-    """A response in progress. Log-probs are NaN while the policy has not read the token; `passes` are the policy's."""
+class RoutedRollout:
+    """An Engine that generates step by step with two engines of one vocabulary and a router.
 
-    steps: list[Step] = field(default_factory=list)
-
-    def fill_logprobs(self, samples: TargetSamples) -> None:
-        """Takes the policy's log-probs of kept tokens from a pass over them."""
-        for position, logprob in zip(range(samples.position, len(self.tokens)), samples.draft_logprobs, strict=False):
-            self.logprobs[position] = logprob
-
-    def keep(self, step: Step, eos_ids: frozenset[int]) -> int:
-        """Appends a step and ends the response if necessary; returns how many of its tokens the draft wrote."""
-        self.steps.append(step)
-        drafted = len(step.tokens) if step.source == "draft" else 0
-        self.passes -= 1  # `emit` counts one for each step, which may have taken more or none
-        logprobs = step.policy_logprobs or [math.nan] * len(step.tokens)
-        self.emit(Accepted(step.tokens, logprobs, behaviour=step.logprobs, drafted=drafted), eos_ids)
-        return drafted
-
-
-class RoutedEngine(LocalModel):
-    """Generates step by step with two models of one vocabulary and a router.
-
-    Both models sample with the request's key, so a routed response is a function of (weights, router, key), and a step
+    Both engines sample with the request's key, so a routed response is a function of (weights, router, key), and a step
     of the policy is the one that plain decoding would write after the same prefix. If every step is escalated the
-    response is the policy's own, token for token; if none is, the draft's.
+    response is the policy's own, token for token; if none is, the draft's. Only this class knows text: engines get
+    requests for tokens up to one that may end a step.
 
-    For a router that needs likelihoods the policy reads each draft step, in one pass over all rows. All of that pass is
-    used: a kept step is not read again, and of an escalated step the policy keeps the tokens that it samples too and
-    its own next token, as in exact speculative decoding.
+    A draft step that the router needs likelihoods of is read by the policy. If it is then escalated, the policy goes on
+    from its own first token that differs; a step that was not read is verified exactly, as a draft.
 
     The policy also writes the step, counted in EngineStats.route_faults, if the router fails, or if the draft step is
-    blank, longer than the cap, or from logits that are NaN or infinite.
+    blank, longer than the cap, or from logits that are NaN or infinite. Such logits end the drafts of all rows of the
+    step, as an engine returns no partial batch.
 
     Args:
-        model: the policy, shared with the trainer as in LocalModel.
-        sampling: of both models.
-        draft: a cheaper causal LM with the policy's vocabulary, which drafts the steps.
+        policy: an engine with the rule and the drafting of ReadOrVerify (rollout/lossy/text.py); updates go to it.
+        draft: any engine, of a cheaper model with the policy's vocabulary and the same sampling params.
         router: decides which steps the policy writes.
         step_end: decides where a step ends.
-        limits, own_weights: see LocalModel.
-
-    Raises:
-        RolloutError: the vocabularies differ.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        sampling: SamplingParams,
-        *,
-        draft: PreTrainedModel,
-        router: Router,
-        step_end: StepEnd,
-        limits: Limits | None = None,
-        own_weights: bool = False,
-    ):
-        super().__init__(model, sampling, limits, own_weights)
-        self._draft = packed_model(draft, sampling, limits)
-        check_vocab(self._draft.vocab, self.vocab)
-        shorter = min(self.policy, self._draft, key=lambda model: model.context)
-        self.context = shorter.context
-        self._context_limit = shorter.limit
+    def __init__(self, policy: Engine, draft: Engine, router: Router, step_end: StepEnd):
+        self.policy = policy
+        self.draft = draft
         self.router = router
         self.step_end = step_end
-        self._warned = False
+        self.own_weights = policy.own_weights
+        self._said: set[str] = set()  # kinds of warnings that were given
+
+    @property
+    def weight_version(self) -> int:
+        return self.policy.weight_version
+
+    @property
+    def updates(self) -> Any:
+        """The policy's, if it receives weights; see Updates of rollout/engines/vllm/weights.py."""
+        return getattr(self.policy, "updates", None)
+
+    def update_weights(
+        self, weights: Iterable[tuple[str, Tensor]] | None, version: int, probe: Probe | None = None
+    ) -> None:
+        """See Engine.update_weights; the draft keeps its weights."""
+        self.policy.update_weights(weights, version, probe)
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """See Engine.score; under the policy."""
+        return self.policy.score(tokens)
+
+    def close(self) -> None:
+        self.draft.close()
+        self.policy.close()
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate. Requests' drafters are not used: their texts are not the draft model's."""
-        for request in requests:
-            check_request(request, self.vocab, self.context, self._context_limit)
         stats = EngineStats()
-        rows = [_Row(request, drafting=False, number=i) for i, request in enumerate(requests)]
-        with self.policy.inference(), self._draft.inference():
-            self._run_steps(rows, stats)
-        return [row.completion(self.weight_version) for row in rows], stats
+        rows = {i: RoutedRow(request, drafting=False, number=i) for i, request in enumerate(requests)}
+        with ExitStack() as stack:
+            for engine in (self.policy, self.draft):
+                if isinstance(engine, HoldsSessions):
+                    stack.enter_context(engine.session(requests))
+            while active := {i: row for i, row in rows.items() if not (row.finish or row.failure)}:
+                for i, step in self._next_steps(active, stats).items():
+                    if not active[i].failure:
+                        stats.accepted += active[i].keep(step, self.step_end.eos_ids)
+            with _timed(stats, "decode_s"):
+                self._read_kept(rows, stats)
+        self._observe_drift(rows.values(), stats)
+        return [self._completion(row) for row in rows.values()], stats
 
-    def _run_steps(self, rows: list[_Row], stats: EngineStats) -> None:
-        """Adds a step to every active row until all responses have ended; waiting rows replace those that end."""
-        requests = [row.request for row in rows]
-        size = max_concurrent_rows(requests, [self._draft, self.policy], len(rows))
-        draft = Reader(self._draft, requests, size, self.tie_margin)
-        policy = Reader(self.policy, requests, size, self.tie_margin)
-        readers = (draft, policy)
-        waiting = deque(rows)
-        active: dict[int, _Row] = {}
-        while waiting or active:
-            new = [waiting.popleft() for _ in range(min(policy.free, len(waiting)))]
-            active |= {row.number: row for row in new}
-            for reader in readers:
-                reader.admit({row.number: () for row in new})
-            chosen = self._next_steps(draft, policy, active, stats)
-            for row, step in zip(active.values(), chosen, strict=True):
-                stats.accepted += row.keep(step, self.sampling.eos_ids)
-            ended = {number: row for number, row in active.items() if row.finish}
-            if ended:
-                self._read_kept(policy, ended)
-                for reader in readers:
-                    reader.leave([*ended], compact=not waiting)
-                active = {number: row for number, row in active.items() if not row.finish}
-        for reader in readers:
-            stats.passes += reader.passes
-            stats.forward_tokens += reader.forward_tokens
-            stats.ties += reader.ties
+    def _completion(self, row: RoutedRow) -> Completion:
+        if row.failure:
+            return Completion([], [], [], [], "length", self.weight_version, 0, failure=row.failure)
+        return row.completion(self.weight_version)
 
-    def _next_steps(self, draft: Reader, policy: Reader, rows: dict[int, _Row], stats: EngineStats) -> list[Step]:
+    def _next_steps(self, rows: Mapping[int, RoutedRow], stats: EngineStats) -> dict[int, Step]:
         """The next step of every row."""
-        began = time.perf_counter()
-        drafted = self._write("draft", draft, rows, {})
-        stats.draft_s += time.perf_counter() - began
-        stats.drafted += sum(len(step.tokens) for step in drafted.values())
-        valid = [i for i, step in drafted.items() if self._valid(step)]
-        begun: dict[int, Step] = {}
-        if "likelihood" in self.router.needs:
-            begun = self._read_drafts(policy, rows, {i: drafted[i] for i in valid}, stats)
-        rivals: dict[int, Step] = {}
-        if "rival" in self.router.needs:
-            rivals = self._write_by_policy(policy, rows, begun, stats)
-        escalated = set(rows) - set(valid)
-        stats.route_faults += len(escalated)
-        began = time.perf_counter()
-        candidates = [Candidate(i, rows[i].request.prompt, rows[i].steps, drafted[i], rivals.get(i)) for i in valid]
-        escalated |= self._decide(candidates, stats)
-        stats.route_s += time.perf_counter() - began
-        written = rivals or self._write_by_policy(policy, {i: rows[i] for i in sorted(escalated)}, begun, stats)
+        drafted = {i: Step("draft") for i in rows}
+        with _timed(stats, "draft_s"):
+            self._write_draft(rows, drafted, stats)
+        valid = {i: step for i, step in drafted.items() if self._valid(step)}
+        begun = {i: Step("policy") for i in rows}
+        with _timed(stats, "decode_s"):
+            if "likelihood" in self.router.needs:
+                begun |= self._read_drafts(rows, valid, stats)
+            rivals: dict[int, Step] = {}
+            if "rival" in self.router.needs:
+                rivals = begun
+                self._write("policy", rows, rivals, drafted, stats)
+        candidates = [Candidate(i, rows[i].request.prompt, rows[i].steps, valid[i], rivals.get(i)) for i in valid]
+        stats.route_faults += len(rows) - len(valid)
+        with _timed(stats, "route_s"):
+            escalated = (rows.keys() - valid.keys()) | self._decide(candidates, stats)
+        with _timed(stats, "decode_s"):
+            written = {i: begun[i] for i in rows if i in escalated}
+            self._write("policy", rows, written, drafted, stats)
         stats.steps += len(rows)
         stats.escalated += len(escalated)
-        return [written[i] if i in escalated else drafted[i] for i in rows]
+        return drafted | written
 
     def _decide(self, candidates: list[Candidate], stats: EngineStats) -> set[int]:
         """The rows whose step the policy writes."""
@@ -166,79 +132,161 @@ class RoutedEngine(LocalModel):
             return set()
         decision = decide(self.router, candidates)
         stats.route_faults += decision.faults
-        if decision.reason and not self._warned:
-            log.warning("%s; the policy writes those steps. Further failures are only counted.", decision.reason)
-            self._warned = True
+        if decision.reason:
+            self._warn("router", f"{decision.reason}; the policy writes those steps. Further failures are only counted")
         return {c.row for c, escalate in zip(candidates, decision.escalate, strict=True) if escalate}
 
     def _valid(self, step: Step) -> bool:
         return step.end == "eos" or (step.end == "separator" and not self.step_end.blank(step.tokens))
 
+    def _write_draft(self, rows: Mapping[int, RoutedRow], steps: dict[int, Step], stats: EngineStats) -> None:
+        """Lets the draft write the steps; if its logits are unusable, those that have not ended are broken."""
+        try:
+            self._write("draft", rows, steps, {}, stats)
+        except UnusableLogits as error:
+            self._warn("draft", f"of the draft model: {error}. The policy writes those steps")
+            for step in steps.values():
+                step.end = step.end or "broken"
+        stats.drafted += sum(len(step.tokens) for step in steps.values())
+
+    def _write(
+        self,
+        source: Source,
+        rows: Mapping[int, RoutedRow],
+        steps: Mapping[int, Step],
+        drafted: Mapping[int, Step],
+        stats: EngineStats,
+    ) -> None:
+        """Lets one engine continue each step to its end.
+
+        Args: drafted: steps with which the engine drafts, while it samples the same tokens.
+        """
+        engine = self.draft if source == "draft" else self.policy
+        for i, step in steps.items():
+            if step.tokens and not step.end:
+                step.end = self._end(rows[i], step)
+        while active := [i for i, step in steps.items() if not step.end and not rows[i].failure]:
+            asked = [self._request(rows[i], steps[i], drafted.get(i)) for i in active]
+            for i, c in zip(active, self._generate(engine, asked, stats), strict=True):
+                if c.failure:
+                    steps[i].end = "broken"
+                    if source == "policy":
+                        rows[i].failure = c.failure
+                    continue
+                steps[i].extend(c.tokens, c.logprobs)
+                steps[i].end = self._end(rows[i], steps[i])
+                if source == "policy":
+                    rows[i].passes += c.passes
+                    steps[i].policy_logprobs = steps[i].logprobs
+
+    def _request(self, row: RoutedRow, step: Step, drafted: Step | None) -> Request:
+        """What continues a step up to a token that may end it."""
+        begun = len(step.tokens)
+        cap = min(self.step_end.max_tokens, row.remaining) - begun
+        request = row.request_after(step.tokens, cap, self.step_end.stop_ids)
+        if drafted and drafted.tokens[:begun] == step.tokens and (rest := drafted.tokens[begun:]):
+            request.drafter = follows(rest)
+        return request
+
+    def _end(self, row: RoutedRow, step: Step):
+        """Why a step has ended, also at the response's own cap; None if it has not."""
+        return self.step_end(step.tokens) or ("cap" if len(step.tokens) >= row.remaining else None)
+
     def _read_drafts(
-        self, policy: Reader, rows: dict[int, _Row], drafted: dict[int, Step], stats: EngineStats
+        self, rows: Mapping[int, RoutedRow], drafted: Mapping[int, Step], stats: EngineStats
     ) -> dict[int, Step]:
-        """Sets the policy's log-probs of draft steps, in one pass; returns how the policy's own steps begin.
+        """Sets the policy's log-probs of draft steps; returns how the policy's own steps begin.
 
         They begin with the draft's tokens that the policy samples too, and the policy's token where the two differ.
         """
-        began = time.perf_counter()
-        samples = policy.follow({i: [*rows[i].tokens, *step.tokens] for i, step in drafted.items()}, last=False)
-        refuse_unusable((sample.usable for sample in samples.values()), self.weight_version)
+        asked = {i: (rows[i].request_after((), len(step.tokens)), step.tokens) for i, step in drafted.items()}
         begun = {}
-        for i, sample in samples.items():
-            step = drafted[i]
-            first = len(rows[i].tokens) - sample.position
-            step.policy_logprobs = sample.draft_logprobs[first:]
-            end = first + accept_exact(sample.tokens[first:], step.tokens) + 1
-            begun[i] = Step("policy", sample.tokens[first:end], sample.logprobs[first:end])
-            rows[i].passes += 1
-        stats.decode_s += time.perf_counter() - began
+        for i, c in self._read(asked, rows, stats).items():
+            drafted[i].policy_logprobs = c.logprobs
+            agreed = c.reused.index(False) if c.own else len(c.tokens)
+            own = [] if c.own is None else [c.own]
+            tokens = [*c.tokens[:agreed], *(token for token, _ in own)]
+            logprobs = [*c.logprobs[:agreed], *(logprob for _, logprob in own)]
+            begun[i] = Step("policy", tokens, logprobs, policy_logprobs=logprobs)
         return begun
 
-    def _write_by_policy(
-        self, policy: Reader, rows: dict[int, _Row], begun: dict[int, Step], stats: EngineStats
-    ) -> dict[int, Step]:
-        began = time.perf_counter()
-        written = self._write("policy", policy, rows, begun)
-        stats.decode_s += time.perf_counter() - began
-        refuse_unusable((step.end != "broken" for step in written.values()), self.weight_version)
-        for step in written.values():
-            step.policy_logprobs = step.logprobs
-        return written
+    def _read_kept(self, rows: Mapping[int, RoutedRow], stats: EngineStats) -> None:
+        """The policy's log-probs of the tokens of finished responses that it has not read."""
+        asked = {}
+        for i, row in rows.items():
+            unread = [at for at, logprob in enumerate(row.logprobs) if math.isnan(logprob)]
+            if unread and not row.failure:
+                text = row.tokens[unread[0] : unread[-1] + 1]
+                prompt = [*row.request.prompt, *row.tokens[: unread[0]]]
+                asked[i] = Request(prompt, row.request.key, len(text), position=unread[0]), text
+        for i, c in self._read(asked, rows, stats).items():
+            first = asked[i][0].position
+            for at, logprob in enumerate(c.logprobs, first):
+                if math.isnan(rows[i].logprobs[at]):
+                    rows[i].logprobs[at] = logprob
 
-    def _write(self, source: Source, reader: Reader, rows: dict[int, _Row], begun: dict[int, Step]) -> dict[int, Step]:
-        """One step of each row by one model, continued from where it has begun."""
-        steps = {i: begun.get(i) or Step(source) for i in rows}
-        active = [i for i in rows if not (steps[i].tokens and self._ended(rows[i], steps[i]))]
-        while active:
-            samples = reader.follow({i: [*rows[i].tokens, *steps[i].tokens] for i in active})
-            if source == "draft" and "entropy" in self.router.needs:
-                entropies = reader.model.entropy(torch.stack([samples[i].hidden[-1] for i in active]))
-                for i, entropy in zip(active, entropies, strict=True):
-                    steps[i].entropies.append(entropy)
-            for i in active:
-                steps[i].tokens.append(samples[i].tokens[-1])
-                steps[i].logprobs.append(samples[i].logprobs[-1])
-                if source == "policy":
-                    rows[i].passes += 1
-                    rows[i].fill_logprobs(samples[i])
-                if not samples[i].usable:
-                    steps[i].end = "broken"
-            active = [i for i in active if samples[i].usable and not self._ended(rows[i], steps[i])]
-        return steps
+    def _read(
+        self, asked: Mapping[int, tuple[Request, list[int]]], rows: Mapping[int, RoutedRow], stats: EngineStats
+    ) -> dict[int, Completion]:
+        """What the policy makes of texts that it only reads. Args: asked: requests and the tokens that follow them."""
+        for request, text in asked.values():
+            request.drafter = follows(text)
+            request.draft_logprobs = [0.0] * len(text)
+        done = {}
+        completions = self._generate(self.policy, [request for request, _ in asked.values()], stats)
+        for (i, (_, text)), c in zip(asked.items(), completions, strict=True):
+            rows[i].failure = c.failure
+            rows[i].passes += c.passes
+            if not c.failure and c.tokens != text:
+                raise RolloutError(
+                    f"the policy's engine was to read {len(text)} tokens and returned others: its rule is not that of "
+                    "ReadOrVerify. Build it with rollout.build.build_policy"
+                )
+            if not c.failure:
+                done[i] = c
+        return done
 
-    def _ended(self, row: _Row, step: Step) -> bool:
-        """Whether the step has ended, also at the response's own cap; sets the reason."""
-        end = self.step_end(step.tokens)
-        if end is None and len(step.tokens) >= row.remaining:
-            end = "cap"
-        step.end = end or step.end
-        return end is not None
+    def _generate(self, engine: Engine, requests: list[Request], stats: EngineStats) -> list[Completion]:
+        if not requests:
+            return []
+        completions, spent = engine.generate(requests)
+        stats.passes += spent.passes
+        stats.forward_tokens += spent.forward_tokens
+        stats.ties += spent.ties
+        return completions
 
-    def _read_kept(self, policy: Reader, rows: dict[int, _Row]) -> None:
-        """The policy's log-probs of the tokens of finished responses that it has not read, in one pass."""
-        unread = {i: row.tokens for i, row in rows.items() if any(map(math.isnan, row.logprobs))}
-        samples = policy.follow(unread, last=False)
-        refuse_unusable((sample.usable for sample in samples.values()), self.weight_version)
-        for i, sample in samples.items():
-            rows[i].fill_logprobs(sample)
+    def _observe_drift(self, rows: Iterable[RoutedRow], stats: EngineStats) -> None:
+        """Compares what a learned router keeps with what it kept when it was trained."""
+        usual = self.router.usual_gap
+        if usual is None:
+            return
+        gaps = [
+            behaviour - policy
+            for row in rows
+            for behaviour, policy, reused in zip(row.behaviour, row.logprobs, row.reused, strict=True)
+            if reused and not row.failure
+        ]
+        stats.route_drift += sum(gap - usual for gap in gaps)
+        nats, share = DRIFT
+        if gaps and (drift := stats.route_drift / len(gaps)) > nats + share * usual:
+            self._warn(
+                "drift",
+                f"the draft steps that the router keeps are {drift:.2f} nats a token less likely under the policy, "
+                "compared to the draft model, than when the router was trained: the policy has changed since, or the "
+                "prompts are others. Train it again with `python -m specrl.train_router`. From now on this is only "
+                "measured (spec/route_drift)",
+            )
+
+    def _warn(self, kind: str, message: str) -> None:
+        """Once for each kind."""
+        if kind not in self._said:
+            log.warning(message)
+        self._said.add(kind)
+
+
+@contextmanager
+def _timed(stats: EngineStats, name: str) -> Iterator[None]:
+    """Adds the seconds of the block to one of the `stats`."""
+    began = time.perf_counter()
+    yield
+    setattr(stats, name, getattr(stats, name) + time.perf_counter() - began)

@@ -8,22 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
+from functools import cached_property
 from typing import Literal
-
-from torch.nn import Module
-from transformers import AutoTokenizer
 
 from specrl.rollout.checks import check
 from specrl.rollout.config import RolloutConfig
-from specrl.rollout.engines.base import EngineSpec
-from specrl.rollout.lossy.pair import fingerprint, read_card
 from specrl.rollout.sections import RoutedConfig
-from specrl.rollout.types import RolloutError
-
-ENTROPY_WINDOW = 4  # tokens of the entropy's rolling mean
-MAX_SURPRISE = 50.0  # nats; a token that top-k or top-p excludes would be infinitely unlikely
 
 Source = Literal["draft", "policy"]
 End = Literal["separator", "eos", "cap", "broken"]
@@ -38,11 +28,15 @@ class Step:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """Log-prob of each token under its source, after temperature, top-k and top-p."""
-    entropies: list[float] = field(default_factory=list)
-    """Entropy of the source's distribution at each token, in nats; empty when no router needs it."""
     policy_logprobs: list[float] = field(default_factory=list)
     """Log-prob of each token under the policy; empty while the policy has not read a draft step."""
-    end: End = "cap"
+    end: End | None = None
+    """None while the step is being written."""
+
+    def extend(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Appends tokens, with their log-probs under the source."""
+        self.tokens += tokens
+        self.logprobs += logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +67,7 @@ class StepEnd:
         decode: token ids to text.
         eos_ids: ids that end the response.
         max_tokens: a longer step is cut, and its row goes to the policy.
+        vocab: ids below it have text.
 
     Raises:
         RolloutError: no separator, an empty one, or a cap below 1.
@@ -84,26 +79,36 @@ class StepEnd:
         decode: Callable[[list[int]], str | list[str]],
         eos_ids: Collection[int],
         max_tokens: int,
+        vocab: int,
     ):
         check(RolloutConfig(routed=RoutedConfig(separators=[*separators], max_step_tokens=max_tokens)))
+        self.eos_ids = frozenset(eos_ids)
+        self.max_tokens = max_tokens
         self._separators = tuple(separators)
         self._decode = decode
-        self._eos_ids = frozenset(eos_ids)
-        self.max_tokens = max_tokens
-        last_characters = {separator[-1] for separator in separators}
-        self._may_close = cache(lambda token: not last_characters.isdisjoint(self._text([token])))
+        self._vocab = vocab
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids with which a step may end: those whose text has the last character of a separator."""
+        last_characters = {separator[-1] for separator in self._separators}
+        ids = range(self._vocab)
+        return frozenset(token for token in ids if not last_characters.isdisjoint(self._text([token])))
 
     def __call__(self, tokens: Sequence[int]) -> End | None:
-        """Why the step `tokens` ends with its last token, None if it continues. It must be called after every token."""
-        if tokens[-1] in self._eos_ids:
+        """Why the step `tokens` ends with its last token, None if it continues.
+
+        It must be called at least after every token of `stop_ids`.
+        """
+        if tokens[-1] in self.eos_ids:
             return "eos"
-        if self._may_close(tokens[-1]) and any(separator in self._text(tokens) for separator in self._separators):
+        if tokens[-1] in self.stop_ids and any(separator in self._text(tokens) for separator in self._separators):
             return "separator"
         return "cap" if len(tokens) >= self.max_tokens else None
 
     def blank(self, tokens: Sequence[int]) -> bool:
         """True for a step without text, such as a lone separator. EOS ids do not count as text."""
-        return not self._text([t for t in tokens if t not in self._eos_ids]).strip()
+        return not self._text([t for t in tokens if t not in self.eos_ids]).strip()
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._decode([*tokens]))
@@ -125,8 +130,11 @@ class Router:
     high: float = math.inf
     """The range of scores; any other score is a fault."""
     needs: frozenset[str] = frozenset()
-    """What candidates must contain: `entropy` (Step.entropies), `likelihood` (Step.policy_logprobs, for which the
-    policy reads each draft step in a pass), `rival` (Candidate.rival)."""
+    """What candidates must contain: `likelihood` (Step.policy_logprobs, for which the policy reads each draft step),
+    `rival` (Candidate.rival). A router that needs neither decides before any pass of the policy."""
+    usual_gap: float | None = None
+    """Of a learned router: by how many nats a token the steps that it kept when it was trained were more likely under
+    the draft model than under the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,20 +165,6 @@ def decide(router: Router, candidates: Sequence[Candidate]) -> Decision:
     reason = f"the router gave {bad[0]}, not in {router.low:g}..{router.high:g}" if bad else ""
     threshold = min(router.threshold, router.high)
     return Decision([not router.low <= score <= threshold for score in scores], len(bad), reason)
-
-
-def by_entropy(threshold: float, window: int = ENTROPY_WINDOW) -> Router:
-    """Escalates a step whose largest rolling mean of the draft's entropy is above the threshold, in nats.
-
-    After Entropy Adaptive Decoding (arXiv 2502.06833), which switches models at every token; here per step. The mean of
-    a step with fewer than `window` tokens is over all of them.
-    """
-
-    def peak(values: Sequence[float]) -> float:
-        width = min(window, len(values))
-        return max(sum(values[i : i + width]) / width for i in range(len(values) - width + 1))
-
-    return Router(lambda steps: [peak(c.step.entropies) for c in steps], threshold, needs=frozenset({"entropy"}))
 
 
 def by_likelihood(threshold: float) -> Router:
@@ -209,80 +203,3 @@ def by_advantage(advantage: Scorer, threshold: float = 0.0) -> Router:
     """
     needs = frozenset({"rival", "likelihood"})  # the read saves the policy the tokens that both steps begin with
     return Router(advantage, threshold, low=-1.0, high=1.0, needs=needs)
-
-
-def learned(weights: Sequence[float], threshold: float = 0.5) -> Router:
-    """After Arbitrage (arXiv 2512.05033): escalates where the policy's step is probably worth more than the draft's.
-
-    Arbitrage classifies the text. This classifier uses how unlikely the policy finds the step and the steps before: an
-    unlikely step is probably wrong, and after an earlier mistake there is less to gain.
-
-    Args:
-        weights: of `features`, in their order, and last the bias.
-        threshold: probability, 0 to 1; higher keeps more draft steps.
-    """
-    needs = frozenset({"likelihood"})
-    return Router(lambda steps: [probability(weights, features(c)) for c in steps], threshold, high=1.0, needs=needs)
-
-
-def load_learned(
-    folder: str | Path, *, draft: str, policy: str, separators: Sequence[str], threshold: float = 0.5
-) -> Router:
-    """The router that `specrl.train_router` wrote to `folder`.
-
-    Args: draft, policy: fingerprints of the models in use; separators: of their steps.
-
-    Raises:
-        RolloutError: it belongs to another pair or other steps, or is not a router.
-    """
-    card = read_card(folder, "arbitrage", draft=draft, policy=policy, separators=list(separators))
-    weights = card.get("weights")
-    if not (isinstance(weights, list) and len(weights) == 3 and all(isinstance(w, float) for w in weights)):
-        raise RolloutError(f"the router in {folder} has weights={weights}, not two and a bias; train it again")
-    return learned(weights, threshold)
-
-
-def features(candidate: Candidate) -> tuple[float, float]:
-    """log(1 + s) for s = -log p of the policy's least likely token: of the step, and of all steps before it."""
-    return math.log1p(_surprise([candidate.step])), math.log1p(_surprise(candidate.history))
-
-
-def probability(weights: Sequence[float], values: Sequence[float]) -> float:
-    """Logistic regression on `values`; the last weight is the bias."""
-    logit = weights[-1] + sum(w * x for w, x in zip(weights[:-1], values, strict=True))
-    return (1 + math.tanh(logit / 2)) / 2  # the logistic function, in a form that never overflows
-
-
-def _surprise(steps: Sequence[Step]) -> float:
-    """In nats, 0 without tokens."""
-    return min(MAX_SURPRISE, max((-logprob for step in steps for logprob in step.policy_logprobs), default=0.0))
-
-
-def build_router(
-    config: RoutedConfig, spec: EngineSpec, policy: Module, draft: Module | None, scorer: Scorer | None
-) -> tuple[Router, StepEnd]:
-    """The router of `rollout.routed`, and the end of its steps.
-
-    Raises:
-        RolloutError: no draft model, no process reward for rsd, or a learned router of another pair.
-    """
-    if draft is None:
-        raise RolloutError(f"rollout.routed.by={config.by} needs a model that writes steps: set rollout.drafter")
-    tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer or spec.model)
-    step_end = StepEnd(config.step_separators, tokenizer.decode, spec.eos_ids, config.max_step_tokens)
-    if config.by == "entropy":
-        return by_entropy(config.threshold), step_end
-    if config.by == "likelihood":
-        return by_likelihood(config.threshold), step_end
-    if config.by == "rsd":
-        if scorer is None:
-            raise RolloutError("rollout.routed.by=rsd needs process rewards of steps, and no scorer was passed")
-        return by_reward(scorer, config.threshold), step_end
-    router = load_learned(
-        config.path,
-        draft=fingerprint(draft),
-        policy=fingerprint(policy),
-        separators=config.step_separators,
-        threshold=config.threshold,
-    )
-    return router, step_end

@@ -105,8 +105,6 @@ def _drafter_rules(c: Config) -> Iterator[str]:
         yield f"<{by}> needs a draft model. {DRAFTER}."
     if section.by in ("judge", "rsd", "arbitrage") and not section.path:
         yield f"<{by}> needs rollout.{r.acceptance}.path, a directory from specrl.train_router or specrl.train_judge."
-    if c.cluster.num_workers:
-        yield "<rollout.acceptance> cannot be combined with <cluster.num_workers>. Try cluster.num_workers=0."
 
 
 def _training_drafter_rules(c: Config) -> Iterator[str]:

@@ -132,6 +132,10 @@ class Record:
     policy_step: tuple[int, ...]
     draft_value: float
     policy_value: float
+    draft_logprobs: tuple[float, ...] = ()
+    """Of the draft's step, under the draft model."""
+    policy_logprobs: tuple[float, ...] = ()
+    """Of the draft's step, under the policy."""
 
     @property
     def advantage(self) -> float:
@@ -154,6 +158,19 @@ def accuracy_by_class(scores: Sequence[float], advantages: Sequence[float], thre
     escalated_share = sum(escalated) / len(escalated) if escalated else math.nan
     kept_share = sum(kept) / len(kept) if kept else math.nan
     return escalated_share, kept_share
+
+
+def usual_gaps(scores: Sequence[float], records: Sequence[Record], thresholds: int) -> list[float]:
+    """By how many nats a token the kept draft steps are more likely under the draft model than under the policy.
+
+    Args: thresholds: number of equally spaced thresholds from 0 to 1; one that keeps nothing has 0.
+    """
+    gaps = []
+    for i in range(thresholds):
+        kept = [r for score, r in zip(scores, records, strict=True) if score <= i / (thresholds - 1)]
+        total = sum(sum(r.draft_logprobs) - sum(r.policy_logprobs) for r in kept)
+        gaps.append(total / max(1, sum(len(r.draft_logprobs) for r in kept)))
+    return gaps
 
 
 def curve(scores: Sequence[float], records: Sequence[Record]) -> list[dict[str, float]]:

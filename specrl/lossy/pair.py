@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specrl.config.schema import Config
+from specrl.rollout.drafting.drafting import check_vocab
 from specrl.rollout.engines.base import Limits, SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import load_drafter
 from specrl.rollout.lossy.judge import Judge
 from specrl.rollout.lossy.judged import Judged
 from specrl.rollout.lossy.pair import fingerprint
-from specrl.rollout.lossy.routed import RoutedEngine
+from specrl.rollout.lossy.routed import RoutedRollout
 from specrl.rollout.lossy.router import Router, StepEnd
+from specrl.rollout.lossy.text import ReadOrVerify
 from specrl.rollout.types import RolloutError
 from specrl.run.policy import engine_spec, load_policy
 
@@ -33,14 +35,18 @@ class Pair:
         """An engine for one of the two models."""
         return TransformersEngine(model, self.sampling, limits=Limits.of(self.config.rollout))
 
-    def routed(self, router: Router) -> RoutedEngine:
-        """An engine whose steps the draft model writes, or the policy where the router says so."""
+    def routed(self, router: Router) -> RoutedRollout:
+        """Steps of the draft model, or of the policy where the router says so."""
         if self.draft is None:
             raise RolloutError("routing needs a draft model: set rollout.drafter")
         options = self.config.rollout.routed
-        end = StepEnd(options.step_separators, self.tokenizer.decode, self.sampling.eos_ids, options.max_step_tokens)
+        separators, decode = options.step_separators, self.tokenizer.decode
+        end = StepEnd(separators, decode, self.sampling.eos_ids, options.max_step_tokens, len(self.tokenizer))
+        texts, draft = ReadOrVerify(), self.plain(self.draft)
         limits = Limits.of(self.config.rollout)
-        return RoutedEngine(self.policy, self.sampling, draft=self.draft, router=router, step_end=end, limits=limits)
+        policy = TransformersEngine(self.policy, self.sampling, texts.rule, texts, limits)
+        check_vocab(draft.vocab, policy.vocab)
+        return RoutedRollout(policy, draft, router, end)
 
     def judged(self, judge: Judge) -> TransformersEngine:
         """Verifies the draft model's tokens or, without one, the requests' drafts under a judge."""

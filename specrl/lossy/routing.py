@@ -7,21 +7,24 @@ from math import isfinite, nan
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
-from specrl.lossy.fit import Record, accuracy_by_class, curve, logistic
+from specrl.lossy.fit import Record, accuracy_by_class, curve, logistic, usual_gaps
 from specrl.lossy.pair import Pair
 from specrl.reward.base import Sample
 from specrl.reward.prm import Prefix, TransformersPRM, monte_carlo
 from specrl.reward.set import RewardSet
+from specrl.rollout.build import build_engine
+from specrl.rollout.engines.base import Engine, EngineSpec
 from specrl.rollout.keys import derive_key
-from specrl.rollout.lossy.router import Candidate, Scorer, Step, by_advantage, features, probability
+from specrl.rollout.lossy.arbitrage import GRID, features, probability
+from specrl.rollout.lossy.router import Candidate, Scorer, Step, by_advantage
 from specrl.rollout.types import Request
 from specrl.run.accuracy import requests
 from specrl.run.data import Example
-from specrl.run.policy import device, load_tokenizer
+from specrl.run.policy import load_tokenizer
 from specrl.run.prompts import seen
 
 WALKS = {"oracle": 0.0, "draft": 1.0}  # advantage above which the walk continues with the policy's step
@@ -42,12 +45,18 @@ def prefix(candidate: Candidate, step: Step, prompt: Sample, tokenizer: PreTrain
     )
 
 
-def step_scorer(config: Config) -> Scorer | None:
+def build_scored(config: Config, spec: EngineSpec, model: PreTrainedModel | None = None) -> Engine:
+    """The engine of a run whose options may name a process reward model, here or in a worker. Args: see
+    `build_engine`."""
+    return build_engine(spec, model, step_scorer(config, spec.device))
+
+
+def step_scorer(config: Config, device: str) -> Scorer | None:
     """Process rewards of draft steps for `rollout.routed.by=rsd`, NaN for none; None for other routers."""
     if (config.rollout.acceptance, config.rollout.routed.by) != ("routed", "rsd"):
         return None
     tokenizer = load_tokenizer(config)
-    prm = TransformersPRM(config.rollout.routed.path, str(device(config)))
+    prm = TransformersPRM(config.rollout.routed.path, device)
 
     def scores(candidates: Sequence[Candidate]) -> Sequence[float]:
         prompts = tokenizer.batch_decode([[*c.prompt] for c in candidates], skip_special_tokens=True)
@@ -137,6 +146,8 @@ def collect(pair: Pair, values: StepValues, examples: Sequence[Example]) -> list
                     policy_step=policy_step,
                     draft_value=draft_value,
                     policy_value=policy_value,
+                    draft_logprobs=tuple(c.step.logprobs),
+                    policy_logprobs=tuple(c.step.policy_logprobs),
                 )
         return advantages
 
@@ -151,8 +162,8 @@ def collect(pair: Pair, values: StepValues, examples: Sequence[Example]) -> list
     return list(records.values())
 
 
-def train(learning: Sequence[Record], held_out: Sequence[Record], config: Config) -> tuple[list[float], dict[str, Any]]:
-    """The router's weights, and the report on the steps in `held_out`.
+def train(learning: Sequence[Record], held_out: Sequence[Record], config: Config) -> dict[str, Any]:
+    """The router's weights and usual gaps, and the report on the steps in `held_out`, as its card has them.
 
     Raises:
         ConfigError: too few steps of one class.
@@ -168,14 +179,17 @@ def train(learning: Sequence[Record], held_out: Sequence[Record], config: Config
     router = [*weights.tolist(), bias.item()]
     advantages = [r.advantage for r in held_out]
     scores = [probability(router, r.features) for r in held_out]
-    return router, {
-        "steps": len(learning) + len(held_out),
-        "with_gain": sum(r.advantage > 0 for r in (*learning, *held_out)),
+    everything = [*learning, *held_out]
+    gaps = usual_gaps([probability(router, r.features) for r in everything], everything, GRID)
+    report = {
+        "steps": len(everything),
+        "with_gain": sum(r.advantage > 0 for r in everything),
         "escalated_of_gain_kept_of_rest": accuracy_by_class(scores, advantages, 0.5),
         "curves": {
             "arbitrage": curve(scores, held_out),
-            "likelihood": curve([r.features[0] for r in held_out], held_out),
+            "likelihood": curve([-min(r.policy_logprobs) for r in held_out], held_out),
             "rsd on true values": curve([-r.draft_value for r in held_out], held_out),
             "oracle": curve(advantages, held_out),
         },
     }
+    return {"weights": router, "usual_gaps": gaps, "report": report}

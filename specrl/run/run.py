@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -234,17 +235,17 @@ def _written_by(run: Path) -> Path | None:
 
 def make_engine(config: Config, spec: EngineSpec, trained: PreTrainedModel) -> Engine:
     """The engine of the run: a pool of workers on the connected Ray cluster, or one engine in this process."""
+    build = build_engine
+    if config.rollout.acceptance == "routed":
+        from specrl.lossy.routing import build_scored
+
+        build = partial(build_scored, config)
     if config.cluster.num_workers:
         from specrl.rollout.workers.pool import RolloutPool
 
-        return RolloutPool(spec, config.cluster)
-    step_scorer = None
-    if config.rollout.acceptance == "routed":
-        from specrl.lossy import routing
-
-        step_scorer = routing.step_scorer(config)
+        return RolloutPool(spec, config.cluster, build)
     shares_weights = config.rollout.engine == "transformers" and policy.trained_dtype(config) == spec.dtype
-    return build_engine(spec, trained if shares_weights else None, step_scorer)
+    return build(spec, trained if shares_weights else None)
 
 
 def build_trainer(

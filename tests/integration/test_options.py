@@ -16,6 +16,7 @@ from specrl.config import load as cli
 from specrl.config import options
 from specrl.config.load import known_configs
 from specrl.config.schema import Config
+from specrl.rollout.lossy.arbitrage import GRID
 from specrl.rollout.lossy.judge import JudgeHead
 from specrl.rollout.lossy.pair import fingerprint, write_card
 from specrl.rollout.sections import SOURCES
@@ -110,7 +111,7 @@ NEEDS = {
         "rsd": {**ROUTED, "rollout.routed.path": "{prm}"},
         "arbitrage": {**ROUTED, **LEARNED, "rollout.routed.path": "{arbitrage}"},
     },
-    "rollout.routed.uncorrected": {"true": {**ROUTED, "rollout.routed.by": "entropy", "trainer.correction": "none"}},
+    "rollout.routed.uncorrected": {"true": {**ROUTED, "rollout.routed.by": "likelihood", "trainer.correction": "none"}},
     "rollout.vllm.scheduling": {ALL: VLLM, "async": ON_DEVICE},
     "rollout.vllm.runner": {ALL: VLLM, "v2": ON_V2},
     "rollout.vllm.compile": {ALL: VLLM, "on": ON_GPU},
@@ -204,7 +205,8 @@ def made(tmp_path_factory):
     paths = {name: str(folder / name) for name in ("drafter", "arbitrage", "arbitrage lines", "judge", "prm")}
     model = AutoModelForCausalLM.from_pretrained(policy())
     weak = AutoModelForCausalLM.from_pretrained(drafter(folder / "drafter"))
-    card = {"kind": "arbitrage", "policy": fingerprint(model), "draft": fingerprint(weak), "weights": [1.0, -1.0, 0.0]}
+    card = {"kind": "arbitrage", "policy": fingerprint(model), "draft": fingerprint(weak)}
+    card |= {"weights": [1.0, -1.0, *[0.0] * 5], "usual_gaps": [0.0] * GRID}
     for name, separators in {"arbitrage": ["\n\n"], "arbitrage lines": ["\n"]}.items():
         (folder / name).mkdir()
         write_card(folder / name, {**card, "separators": separators})

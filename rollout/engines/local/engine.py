@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -22,10 +22,11 @@ from transformers import PreTrainedModel
 from specrl.rollout.drafting.draft import Draft
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import DRAFTER, Limits, Probe, SamplingParams, gc_frozen, out_of_memory
-from specrl.rollout.engines.local.memory import max_concurrent_rows
-from specrl.rollout.engines.local.model import InFlightPass, PackedModel, base_model
+from specrl.rollout.engines.local.memory import max_concurrent_rows, row_tokens
+from specrl.rollout.engines.local.model import InFlightPass, base_model
 from specrl.rollout.engines.local.probe import packed_model
 from specrl.rollout.engines.local.reader import Reader
+from specrl.rollout.engines.local.session import Session
 from specrl.rollout.engines.response import Response, check_request, refuse_unusable
 from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 from specrl.rollout.verify import AcceptanceRule, exact
@@ -48,17 +49,28 @@ class Cohort:
     in_flight: list[InFlightPass] = field(default_factory=list)
 
 
-class LocalModel:
-    """The trainer's model as an Engine sees it: weight updates and scores.
+class TransformersEngine:
+    """Generates with any decoder-only causal LM of transformers that uses its attention interface.
+
+    No KV outlives a `generate` call, or the session around several, so nothing stale can be served.
 
     Args:
-        model: a decoder-only causal LM of transformers that uses its attention interface, or a peft model around one.
+        model: a decoder-only causal LM, or a peft model around one; the trainer's own unless `own_weights`.
         sampling: the sampling params.
+        rule: decides which draft tokens are accepted.
+        drafting: proposes drafts; by default from the requests' own drafters.
+        limits: `tie_margin` applies in float32 only.
         own_weights: the model is not the trainer's, so updates carry tensors.
     """
 
     def __init__(
-        self, model: PreTrainedModel, sampling: SamplingParams, limits: Limits | None = None, own_weights=False
+        self,
+        model: PreTrainedModel,
+        sampling: SamplingParams,
+        rule: AcceptanceRule = exact,
+        drafting: Drafting | None = None,
+        limits: Limits | None = None,
+        own_weights: bool = False,
     ):
         if any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):
             raise RolloutError("adapters that learn a prompt are not in the model's own layers; use LoRA instead")
@@ -72,6 +84,31 @@ class LocalModel:
         self.tie_margin = self.limits.tie_margin if self.policy.dtype == torch.float32 else 0.0
         self.weight_version = 0
         self.own_weights = own_weights
+        self.rule = rule
+        self.drafting = drafting or Drafting()
+        self._session: Session | None = None
+        self._max_rows = self.limits.rows_per_batch  # rows at a time that are known to fit
+        self._last_settled = 0.0  # when the last pass was settled
+        self.drafting.attach(self.policy)
+
+    def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
+        """See Engine.generate. Prompts need at least one token and must fit the model's context with the response."""
+        rows, stats = self._rows(requests), EngineStats()
+        self.drafting.begin(requests)
+        self._run(rows, stats)
+        self.drafting.count_faults(rows, stats)
+        self.drafting.end(rows, stats)
+        return [row.completion(self.weight_version) for row in rows], stats
+
+    def ahead(self, requests: Sequence[Request], stop: Callable[[], bool]) -> list[AheadText]:
+        """Responses as far as they are decoded when `stop`, which is asked before each pass, returns true.
+
+        Drafting learns nothing from these texts, as they will be generated again.
+        """
+        rows = self._rows(requests)
+        with self.policy.until(stop):
+            self._run(rows, EngineStats())
+        return [AheadText(row.tokens, row.finish) for row in rows]
 
     @property
     def device(self) -> torch.device:
@@ -97,72 +134,22 @@ class LocalModel:
             targets = torch.tensor(tokens[1:], device=self.device)[:, None]
             return logits[:-1].log_softmax(-1).gather(-1, targets)[:, 0].tolist()
 
+    @contextmanager
+    def session(self, requests: Sequence[Request]) -> Iterator[None]:
+        """See HoldsSessions."""
+        if self.drafting.model is None:  # whose KV would be computed again
+            size = self._plan(requests)
+            self._session = Session(size, row_tokens(requests))
+        try:
+            yield
+        finally:
+            self._session = None
+
     def reset_cache(self) -> None:
-        """Nothing to forget: KV lives only inside `generate`."""
+        """Nothing to forget: KV lives only inside `generate` and `session`."""
 
     def close(self) -> None:
         """Nothing to free: the model belongs to the trainer."""
-
-    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        state = self._weights()
-        with torch.no_grad():
-            for name, tensor in weights:
-                if name not in state:
-                    raise RolloutError(f"the update names the weight {name!r}, which the engine's model does not have")
-                if tensor.shape != state[name].shape:  # copy_ would broadcast a smaller one
-                    shapes = f"{tuple(tensor.shape)}, the engine's model has {tuple(state[name].shape)}"
-                    raise RolloutError(f"the update gives the weight {name!r} the shape {shapes}")
-                state[name].copy_(tensor)
-
-    def _weights(self) -> dict[str, Tensor]:
-        return self.model.state_dict()
-
-
-class TransformersEngine(LocalModel):
-    """Generates with any decoder-only causal LM of transformers that uses its attention interface.
-
-    No KV outlives a `generate` call, so nothing stale can be served.
-
-    Args:
-        model, sampling, limits, own_weights: see LocalModel; `limits.tie_margin` applies in float32 only.
-        rule: decides which draft tokens are accepted.
-        drafting: proposes drafts; by default from the requests' own drafters.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        sampling: SamplingParams,
-        rule: AcceptanceRule = exact,
-        drafting: Drafting | None = None,
-        limits: Limits | None = None,
-        own_weights: bool = False,
-    ):
-        super().__init__(model, sampling, limits, own_weights)
-        self.rule = rule
-        self.drafting = drafting or Drafting()
-        self._max_rows = self.limits.rows_per_batch  # rows at a time that are known to fit
-        self._last_settled = 0.0  # when the last pass was settled
-        self.drafting.attach(self.policy)
-
-    def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
-        """See Engine.generate. Prompts need at least one token and must fit the model's context with the response."""
-        rows, stats = self._rows(requests), EngineStats()
-        self.drafting.begin(requests)
-        self._run(rows, stats)
-        self.drafting.count_faults(rows, stats)
-        self.drafting.end(rows, stats)
-        return [row.completion(self.weight_version) for row in rows], stats
-
-    def ahead(self, requests: Sequence[Request], stop: Callable[[], bool]) -> list[AheadText]:
-        """Responses as far as they are decoded when `stop`, which is asked before each pass, returns true.
-
-        Drafting learns nothing from these texts, as they will be generated again.
-        """
-        rows = self._rows(requests)
-        with self.policy.until(stop):
-            self._run(rows, EngineStats())
-        return [AheadText(row.tokens, row.finish) for row in rows]
 
     def _rows(self, requests: Sequence[Request]) -> list[Response]:
         for request in requests:
@@ -179,7 +166,7 @@ class TransformersEngine(LocalModel):
             for context in (gc_frozen, self.policy.inference, self.drafting.inference):
                 stack.enter_context(context())
             while any(row.finish is None for row in rows):
-                size = max_concurrent_rows([row.request for row in rows], self._models(), self._max_rows)
+                size = self._session.slabs if self._session else self._plan([row.request for row in rows])
                 try:
                     self._decode(rows, size, stats)
                 except Exception as error:
@@ -198,18 +185,32 @@ class TransformersEngine(LocalModel):
                 f"(now {self.limits.tokens_per_pass}), logits_mb ({self.limits.logits_mb}) or max_new_tokens"
             )
         self._max_rows = size // 2
+        if self._session:
+            self._session = Session(self._max_rows, self._session.capacity)
         advice = "out of memory with %d rows at a time (%s); from now on %d. Set rollout.rows_per_batch=%d"
         log.warning(advice, size, reason, self._max_rows, self._max_rows)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        state = self._weights()
+        with torch.no_grad():
+            for name, tensor in weights:
+                if name not in state:
+                    raise RolloutError(f"the update names the weight {name!r}, which the engine's model does not have")
+                if tensor.shape != state[name].shape:  # copy_ would broadcast a smaller one
+                    shapes = f"{tuple(tensor.shape)}, the engine's model has {tuple(state[name].shape)}"
+                    raise RolloutError(f"the update gives the weight {name!r} the shape {shapes}")
+                state[name].copy_(tensor)
+
     def _weights(self) -> dict[str, Tensor]:
         drafts = self.drafting.model.model.state_dict() if self.drafting.model else {}
-        return super()._weights() | {DRAFTER + name: tensor for name, tensor in drafts.items()}
+        return self.model.state_dict() | {DRAFTER + name: tensor for name, tensor in drafts.items()}
 
-    def _models(self) -> list[PackedModel]:
-        """Whose KV a row needs."""
-        return [self.policy, *([self.drafting.model.packed] if self.drafting.model else [])]
+    def _plan(self, requests: Sequence[Request]) -> int:
+        """Rows at a time whose KV fits."""
+        draft_models = [self.drafting.model.packed] if self.drafting.model else []
+        return max_concurrent_rows(requests, [self.policy, *draft_models], self._max_rows)
 
     def _decode(self, rows: list[Response], size: int, stats: EngineStats) -> None:
         """Decodes rows to their ends: draft, launch, settle, and admit waiting rows where others have ended.
@@ -218,7 +219,7 @@ class TransformersEngine(LocalModel):
         the other's pass runs. Args: size: rows at a time.
         """
         requests = [row.request for row in rows]
-        policy = Reader(self.policy, requests, size, self.tie_margin, self.drafting.keeps_states)
+        policy = Reader(self.policy, requests, size, self.tie_margin, self.drafting.keeps_states, self._session)
         self.drafting.open(requests, size, policy)
         waiting = deque(row for row in rows if row.finish is None)
         cohorts = [Cohort() for _ in range(1 + (self.policy.overlaps and min(size, len(waiting)) >= OVERLAP))]

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaPreTrainedModel, LlamaRotaryEmbedding
 
+from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.chain import Chain
 from specrl.rollout.durable import read_json
@@ -227,13 +228,18 @@ def load_drafter(spec: EngineSpec, policy: PreTrainedModel) -> PreTrainedModel:
                 f"rollout.drafter={rollout.drafter} cannot be loaded: {missing}{str(error).strip().splitlines()[0]} "
                 "Give a model directory, such as `python -m specrl.drafter out=DIR` writes"
             ) from error
-    if rollout.acceptance in ("judged", "routed"):
+    check_writes_text(rollout)
+    policy = base_model(policy)
+    return Head.of(policy) if rollout.drafter == "head" else Head.load(rollout.drafter, policy)
+
+
+def check_writes_text(rollout: RolloutConfig) -> None:
+    """Raises RolloutError for a head as `rollout.drafter` where drafts are accepted as text."""
+    if rollout.acceptance in ("judged", "routed") and (rollout.drafter == "head" or is_head(rollout.drafter)):
         raise RolloutError(
             f"rollout.acceptance={rollout.acceptance} accepts text of rollout.drafter, but a head on the policy's "
             "states writes none by itself. Use a draft model, as `python -m specrl.drafter kind=model out=DIR` makes"
         )
-    policy = base_model(policy)
-    return Head.of(policy) if rollout.drafter == "head" else Head.load(rollout.drafter, policy)
 
 
 def is_head(directory: str) -> bool:
@@ -246,4 +252,5 @@ def is_head(directory: str) -> bool:
 
 def _shifted(request: Request) -> Request:
     """As long a text, without its first token. A prompt of one token stays, and its rows' drafts are rejected."""
-    return Request(request.prompt[1:] or request.prompt, request.key, request.max_new_tokens + 1)
+    prompt = request.prompt[1:] or request.prompt
+    return Request(prompt, request.key, request.max_new_tokens + 1, position=request.position)

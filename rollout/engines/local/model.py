@@ -23,7 +23,6 @@ from specrl.rollout.engines.local.kv import KV
 from specrl.rollout.engines.local.padded import PaddedPass
 from specrl.rollout.engines.local.sampler import Sampler
 from specrl.rollout.engines.local.varlen import StaticPass
-from specrl.rollout.noise import process_logits
 from specrl.rollout.types import RolloutError
 
 Layout = PaddedPass | StaticPass
@@ -101,7 +100,6 @@ class PackedModel:
         self.sampler = Sampler(self.lm_head, sampling, self.limits.logits_mb)
         self.context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
         self.limit = ""
-        self._sampling = sampling
         self._stop: Callable[[], bool] | None = None
 
     @property
@@ -164,14 +162,6 @@ class PackedModel:
         """Raises Stopped where the `stop` of `until` returns true."""
         if self._stop is not None and self._stop():
             raise Stopped
-
-    def entropy(self, hidden: Tensor) -> list[float]:
-        """Entropy in nats of the sampling distribution after each hidden state [N, hidden]; for temperature 0, of 1."""
-        entropies: list[float] = []
-        for chunk in hidden.split(self.sampler.rows):
-            logp = process_logits(self.sampler.logits(chunk), *self._sampling.terms).log_softmax(-1)
-            entropies += (-(logp.exp() * logp.clamp(min=-1e4)).sum(-1)).tolist()
-        return entropies
 
     def single_row(self, tokens: int) -> Layout:
         """The layout of the first `tokens` tokens of one text, whose shape depends on their number alone."""

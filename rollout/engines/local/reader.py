@@ -14,6 +14,7 @@ from specrl.rollout.engines.local.kv import KV, States
 from specrl.rollout.engines.local.memory import row_tokens
 from specrl.rollout.engines.local.model import InFlightPass, Layout, PackedModel, chunks
 from specrl.rollout.engines.local.sampler import unpack
+from specrl.rollout.engines.local.session import Session
 from specrl.rollout.types import Request, RolloutError
 from specrl.rollout.verify import TargetSamples, accept_exact
 
@@ -35,6 +36,7 @@ class Reader:
         max_rows: rows at a time; all by default.
         states: True keeps the model's final hidden states. Another reader of the same rows lends those that it keeps,
             and its rows' slabs, as states are found by them; its rows are admitted and leave before those of this one.
+        session: keeps the KV of rows that leave, and has that of earlier ones; it decides about the slabs.
     """
 
     def __init__(
@@ -44,20 +46,24 @@ class Reader:
         max_rows: int | None = None,
         tie_margin: float = 0.0,
         states: bool | Reader = False,
+        session: Session | None = None,
     ):
         self.model = model
-        self.max_rows = max_rows or len(requests)
+        self.max_rows = session.slabs if session else max_rows or len(requests)
         self._tie_margin = tie_margin
         self._prompts = [r.prompt for r in requests]
         self._keys = np.array([r.key for r in requests])
+        self._firsts = np.array([r.position for r in requests])
         self._prompt_lengths = np.array([len(r.prompt) - 1 for r in requests])
-        self._capacity = row_tokens(requests)
+        self._capacity = session.capacity if session else row_tokens(requests)
         self._held: list[list[int]] = [[] for _ in requests]  # what was fed, from the prompt's last token on
         self._matched = [0] * len(self._held)  # of that, the tokens known to be the row's text; see `missing`
         self._slab: dict[int, int] = {}
         self._empty: list[int] = []  # rows with a slab in which nothing is written yet
         self._span = self.max_rows  # slabs up to the last one in use, about
-        self._kv: KV | None = None
+        self._kv: KV | None = session.kv if session else None
+        self._session = session
+        self._begun: dict[int, Sequence[int]] = {}  # what the slabs of new rows hold
         self._states = states
         self._lender = states if isinstance(states, Reader) else None
         self.passes = self.forward_tokens = self.ties = 0
@@ -83,7 +89,10 @@ class Reader:
     def admit(self, rows: Mapping[int, Sequence[int]]) -> None:
         """Gives each row a slab. Args: rows: row -> what it has emitted already."""
         used = set(self._slab.values())
-        vacant = (slab for slab in range(self.max_rows) if slab not in used)
+        vacant = iter(sorted({*range(self.max_rows)} - used))
+        if self._session and rows:
+            slabs, texts = zip(*self._session.claim(self._keys[[*rows]].tolist(), used), strict=True)
+            vacant, self._begun = iter(slabs), self._begun | dict(zip(rows, texts, strict=True))
         for row, text in rows.items():
             self._slab[row] = self._lender.slab(row) if self._lender else next(vacant)
             self._held[row] = [self._prompts[row][-1], *text[:-1]] if text else []
@@ -91,12 +100,15 @@ class Reader:
         self._empty += rows
 
     def leave(self, rows: Sequence[int], compact: bool = False) -> None:
-        """Frees the slabs of rows; the KV memory goes with the last row.
+        """Frees the slabs of rows; the KV memory goes with the last row, unless a session keeps it.
 
         Args: compact: no row will take the slabs, so the others may be moved together.
         """
         for row in rows:
-            del self._slab[row]
+            slab = self._slab.pop(row)
+            if self._session:
+                self._session.keep(int(self._keys[row]), slab, [*self._prompts[row][:-1], *self._held[row]])
+                compact = False
         self._empty = [row for row in self._empty if row in self._slab]
         if compact and not self._slab:
             self._kv = None
@@ -124,6 +136,8 @@ class Reader:
             return
         if self._kv is None:
             self._kv = self.model.kv(self.max_rows, self._capacity)
+            if self._session:
+                self._session.kv = self._kv
             if self._lender:
                 self._kv.policy_states = self._lender.states
             elif self._states:
@@ -137,17 +151,16 @@ class Reader:
         copies = []
         for row in rows:
             text = (*self._prompts[row][:-1], *self._held[row])
-            source = sources.setdefault(text, row)
+            start = accept_exact(self._begun.pop(row, ()), text)
+            source = row if start else sources.setdefault(text, row)
             if source != row:
                 copies.append((self._slab[source], self._slab[row], len(text)))
-            elif text:
-                missing.append((self._slab[row], text))
-        for first, last in chunks([len(text) for _, text in missing], self.model.limits.tokens_per_pass):
-            part = missing[first:last]
-            lengths = [len(text) for _, text in part]
-            layout = self._layout([slab for slab, _ in part], [0] * len(part), lengths)
-            self.model.forward([*chain.from_iterable(text for _, text in part)], layout)
-            self.forward_tokens += sum(lengths)
+            elif len(text) > start:
+                missing.append((self._slab[row], start, text[start:]))
+        for first, last in chunks([len(text) for *_, text in missing], self.model.limits.tokens_per_pass):
+            slabs, starts, texts = zip(*missing[first:last], strict=True)
+            layout = self._layout(slabs, starts, [*map(len, texts)])
+            self.forward_tokens += len(self.model.forward([*chain.from_iterable(texts)], layout))
         if copies:
             self._copy([(source, slab) for source, slab, _ in copies], max(length for *_, length in copies))
 
@@ -165,20 +178,13 @@ class Reader:
 
     # What rows hold --------------------------------------------------------------------------------------------------
 
-    def follow(self, texts: Mapping[int, Sequence[int]], last: bool = True) -> dict[int, TargetSamples]:
+    def follow(self, texts: Mapping[int, Sequence[int]]) -> dict[int, TargetSamples]:
         """Feeds the tokens of each row's text that the row does not hold; the last sample continues the text.
 
-        Args:
-            texts: row -> its whole response so far.
-            last: also feed the last token of each text; without, it is only scored, and the row still lacks it.
+        Args: texts: row -> its whole response so far.
         """
-        feed = {}
-        after = {}
-        for row, text in texts.items():
-            feed[row] = self.missing(row, text, final=False)
-            if not last:
-                after[row] = feed[row].pop()
-        return {row: samples for part in self.parts(feed) for row, samples in self.read(part, after).items()}
+        feed = {row: self.missing(row, text, final=False) for row, text in texts.items()}
+        return dict(pair for part in self.parts(feed) for pair in self.collect(self.launch(part)))
 
     def missing(self, row: int, text: Sequence[int], final: bool = True) -> list[int]:
         """The tokens of a response that the row does not hold, at least the last. Other tokens that it holds are lost.
@@ -217,20 +223,15 @@ class Reader:
         for first, last in chunks([len(feed[row]) for row in rows], self.model.limits.tokens_per_pass):
             yield {row: feed[row] for row in rows[first:last]}
 
-    def read(
-        self, feed: Mapping[int, Sequence[int]], after: Mapping[int, int] | None = None, ends: bool = False
-    ) -> dict[int, TargetSamples]:
+    def read(self, feed: Mapping[int, Sequence[int]], ends: bool = False) -> dict[int, TargetSamples]:
         """One pass, see `launch`, and the samples of each row."""
-        return dict(self.collect(self.launch(feed, after, ends)))
+        return dict(self.collect(self.launch(feed, ends)))
 
-    def launch(
-        self, feed: Mapping[int, Sequence[int]], after: Mapping[int, int] | None = None, ends: bool = False
-    ) -> InFlightPass:
+    def launch(self, feed: Mapping[int, Sequence[int]], ends: bool = False) -> InFlightPass:
         """Begins a pass that writes new tokens of rows and samples; none of its rows may be in another pass.
 
         Args:
             feed: row -> its new tokens, at least one; rows in the order of their slabs, as `parts` gives them.
-            after: row -> the token that follows them in its text, where that is known.
             ends: sample after the last token of each row only.
         """
         began = time.perf_counter()
@@ -243,10 +244,10 @@ class Reader:
         tokens = np.fromiter(chain.from_iterable(feed.values()), np.int64)
         end = length.cumsum()
         keys = self._keys[rows].repeat(length)
-        positions = np.arange(len(tokens)) + (before - end + length).repeat(length)
+        positions = np.arange(len(tokens)) + (before - end + length + self._firsts[rows]).repeat(length)
         targets = np.empty_like(tokens)
         targets[:-1] = tokens[1:]
-        targets[end - 1] = [after.get(row, 0) for row in rows] if after else 0
+        targets[end - 1] = 0
         in_flight = self.model.launch(tokens, layout, (keys, positions, targets), end - 1 if ends else None)
         self.passes += 1
         self.forward_tokens += len(tokens)
@@ -254,7 +255,7 @@ class Reader:
             before = before + length - 1
             end = np.arange(1, len(rows) + 1)
         in_flight.feed = feed
-        in_flight.positions = before.tolist()
+        in_flight.positions = (before + self._firsts[rows]).tolist()
         in_flight.spans = [0, *end.tolist()]
         in_flight.width = layout.width
         in_flight.began = began
@@ -291,7 +292,7 @@ class Reader:
 
     def _canonical(self, row: int, position: int) -> tuple[int, float]:
         """The sample at a response position by a pass over the row's prefix alone, and its log-prob."""
-        prefix = [*self._prompts[row][:-1], *self._held[row][: position + 1]]
+        prefix = [*self._prompts[row][:-1], *self._held[row][: position - self._firsts[row] + 1]]
         hidden = self.model.forward(prefix, self.model.single_row(len(prefix)))[-1:]
         noise = (torch.tensor([x], device=hidden.device) for x in (self._keys[row], position, 0))
         (token,), (logprob,), _, _ = unpack(self.model.sampler(hidden, *noise).cpu())

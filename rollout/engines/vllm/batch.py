@@ -68,11 +68,11 @@ class StepBatch:
         self.sampling = sampling if len({*sampling}) > 1 else sampling[:1]
         """Sampling params of each active row; a single entry applies to all of them."""
         self.eos_ids = np.array([*{token for params in sampling for token in params.eos_ids}], np.int32).reshape(-1, 1)
-        self.num_tokens = np.array([len(row.tokens) for row in self.active], np.int64)
-        """Emitted tokens of each active row."""
+        self.num_tokens = np.array([row.request.position + len(row.tokens) for row in self.active], np.int64)
+        """Response position of each active row's next token."""
         self.columns = np.zeros((4, len(self.active)), np.int64)
         """One column for each active row, which `VerifyInputs.columns` repeats for each of its positions."""
-        self.columns[0] = [row.offset for row in self.active]
+        self.columns[0] = [row.offset - row.request.position for row in self.active]
         self.columns[1] = [row.request.key for row in self.active]
 
 

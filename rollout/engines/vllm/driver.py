@@ -29,7 +29,7 @@ from specrl.rollout.engines.vllm.planned import PlannedAdapter
 from specrl.rollout.engines.vllm.scheduler import DraftLengths
 from specrl.rollout.engines.vllm.v1 import V1Adapter
 from specrl.rollout.engines.vllm.v2 import V2Adapter
-from specrl.rollout.engines.vllm.wire import KEY, TEXTS, pack_text
+from specrl.rollout.engines.vllm.wire import TEXTS, keyed_args, pack_text
 from specrl.rollout.types import EngineStats, Request, RolloutError
 from specrl.rollout.verify import Accepted, exact
 
@@ -135,7 +135,7 @@ class DeviceFlow:
             temperature=row.sampling.temperature,
             top_k=row.sampling.top_k,
             top_p=row.sampling.top_p,
-            extra_args={KEY: row.request.key, TEXTS: texts},
+            extra_args=keyed_args(row.request) | {TEXTS: texts},
             logprobs=0,
             flat_logprobs=True,
         )
@@ -171,7 +171,7 @@ def submit(llm: LLM, name: str, row: VLLMRow, **params: Any) -> str:
     """Hands a row to vLLM as a request; returns vLLM's own id of it. Args: params: of vLLM's SamplingParams."""
     sampling_params = VLLMSamplingParams(
         max_tokens=row.request.max_new_tokens,
-        stop_token_ids=list(row.sampling.eos_ids),
+        stop_token_ids=[*row.sampling.eos_ids, *row.request.stop_ids],
         ignore_eos=True,  # the model's own; the run's are above
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,

@@ -10,7 +10,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -90,6 +90,7 @@ class VLLMEngine:
                 f"rollout.max_new_tokens={config.max_new_tokens}; raise rollout.vllm.kv_cache_mb or lower the cap"
             )
         self._flow = self._build_flow()
+        self._users = 0
         sleeps = config.vllm.sleep and not current_platform.is_cpu()
         self.updates = Updates(self._llm, weight_check, config.vllm.tensor_parallel, sleeps, self._prove)
         self._calibrate()
@@ -234,15 +235,22 @@ class VLLMEngine:
             raise self._refused(error) from error
         self.drafting.budget.calibrate(measured)
 
+    def session(self, requests: Sequence[Request]) -> AbstractContextManager[None]:
+        """See HoldsSessions: vLLM stays awake, and its prefix cache holds the KV."""
+        return self._awake()
+
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """The GPU holds the model during a `with` block, however it ends."""
+        """The GPU holds the model until the outermost of such blocks ends, however it does."""
         self.updates.wake()
+        self._users += 1
         try:
             with one_thread():
                 yield
         finally:
-            self.updates.sleep()
+            self._users -= 1
+            if not self._users:
+                self.updates.sleep()
 
 
 def shut_down(llm: LLM, borrowed_group: bool) -> None:

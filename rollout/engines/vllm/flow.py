@@ -191,7 +191,8 @@ class Flow:
             tokens = samples[start:end].tolist()
             learn(row, draft, tokens, drafted, samples[end : start + size].tolist() if redraws else ())
             capped = len(row.tokens) + n >= row.request.max_new_tokens
-            if capped or (any_eos and not row.sampling.eos_ids.isdisjoint(tokens)):
+            may_stop = any_eos or row.request.stop_ids
+            if capped or (may_stop and row.stops(tokens, row.sampling.eos_ids)):
                 counts[i] = n = row.emit(Accepted(tokens, (), (), drafted), row.sampling.eos_ids)
                 drafted = min(drafted, n)
                 if self.logprobs:
@@ -218,7 +219,8 @@ class Flow:
                 continue
             states = None if self.hidden is None else (self.hidden, first + start)
             tokens, logprobs, draft_logprobs = (column[start : start + size] for column in columns)
-            samples = TargetSamples(len(row.tokens), tokens, logprobs, draft_logprobs, states=states)
+            position = row.request.position + len(row.tokens)
+            samples = TargetSamples(position, tokens, logprobs, draft_logprobs, states=states)
             accepted = self.rule(row.request.key, draft, samples)
             packed[0, start : start + len(accepted.tokens)] = accepted.tokens
             counts[i] = row.emit(accepted, row.sampling.eos_ids)

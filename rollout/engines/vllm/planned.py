@@ -27,7 +27,7 @@ from specrl.rollout.engines.response import refuse_unusable
 from specrl.rollout.engines.vllm.batch import VLLMRow
 from specrl.rollout.engines.vllm.flow import Flow
 from specrl.rollout.engines.vllm.sampler import install, share_noise
-from specrl.rollout.engines.vllm.wire import KEY
+from specrl.rollout.engines.vllm.wire import keyed_args
 from specrl.rollout.verify import Accepted, accept_exact
 
 MODEL_TOKENS = 8
@@ -73,7 +73,7 @@ class PlannedAdapter:
             "temperature": params.temperature,
             "top_k": params.top_k,
             "top_p": params.top_p,
-            "extra_args": {KEY: row.request.key},
+            "extra_args": keyed_args(row.request),
             "logprobs": 0,
             "flat_logprobs": True,
         }

@@ -21,7 +21,7 @@ from specrl.rollout.drafting.draft import Draft
 from specrl.rollout.engines.vllm.batch import VerifyInputs, VLLMRow, padded
 from specrl.rollout.engines.vllm.flow import Flow
 from specrl.rollout.engines.vllm.sampler import KeyedSampler, KeyedVerifier, install
-from specrl.rollout.engines.vllm.wire import KEY
+from specrl.rollout.engines.vllm.wire import keyed_args
 from specrl.rollout.verify import exact
 
 
@@ -109,7 +109,7 @@ class V2Adapter:
             "temperature": params.temperature,
             "top_k": params.top_k,
             "top_p": params.top_p,
-            "extra_args": {KEY: row.request.key},
+            "extra_args": keyed_args(row.request),
         }
 
     def verify_inputs(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from specrl.rollout.types import RolloutError
+from specrl.rollout.types import Request, RolloutError
 
 KEY, PROMPT_TOKENS, TEXTS = "specrl_key", "specrl_prompt_tokens", "specrl_texts"
 _GROUP, _OWN, _PLAIN = "specrl_group", "specrl_own", "specrl_plain"
@@ -43,6 +43,11 @@ def extra_args_of(request: Any) -> Mapping[str, Any]:
     """The `extra_args` of one of vLLM's requests; requests for pooling have no sampling params."""
     params = request.sampling_params
     return (params and params.extra_args) or {}
+
+
+def keyed_args(request: Request) -> dict[str, Any]:
+    """The `extra_args` by which the samplers of this package find the noise of a request."""
+    return {KEY: request.key, PROMPT_TOKENS: len(request.prompt) - request.position}
 
 
 def unpack_text(packed: str) -> np.ndarray:

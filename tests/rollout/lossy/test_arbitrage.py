@@ -5,17 +5,19 @@ import math
 import pytest
 import torch
 
+from specrl.rollout.lossy.arbitrage import FEATURES, GRID, MAX_SURPRISE, features, learned, load_learned
 from specrl.rollout.lossy.pair import fingerprint, read_card, write_card
-from specrl.rollout.lossy.router import MAX_SURPRISE, Candidate, Step, decide, features, learned, load_learned
+from specrl.rollout.lossy.router import Candidate, Step, decide
 from specrl.rollout.types import RolloutError
 
-WEIGHTS = [2.0, -1.0, -1.5]
+WEIGHTS = [2.0, 0.0, -1.0, 0.0, 0.0, 0.0, -1.5]
 PAIR = {"draft": "d", "policy": "p", "separators": ["\n"]}
+CARD = {"kind": "arbitrage", "weights": WEIGHTS, "usual_gaps": [i / 100 for i in range(GRID)], **PAIR}
 
 
-def read(*logprobs):
-    """A draft step that the policy has read."""
-    return Step("draft", [9] * len(logprobs), policy_logprobs=list(logprobs))
+def wrote(*logprobs):
+    """A draft step, which the policy has not read."""
+    return Step("draft", [9] * len(logprobs), list(logprobs))
 
 
 def candidate(step, *history):
@@ -23,24 +25,33 @@ def candidate(step, *history):
 
 
 def test_features_by_hand():
-    found = features(candidate(read(-0.1, -2.0, -0.5), read(-0.2), read(-3.0, -0.0)))
-    assert found == pytest.approx((math.log(3.0), math.log(4.0)))
-    assert features(candidate(read(-0.5))) == pytest.approx((math.log(1.5), 0.0)), "a first step has nothing before it"
-    assert features(candidate(read(-math.inf)))[0] == math.log1p(MAX_SURPRISE)
+    found = features(candidate(wrote(-0.1, -2.0, -0.6), wrote(-0.2), wrote(-3.0, -0.4)))
+    assert found == pytest.approx([math.log1p(x) for x in (2.0, 0.9, 3.0, 1.2, 3, 3)])
+    assert len(found) == len(FEATURES)
+    first = features(candidate(wrote(-0.5)))
+    assert first == pytest.approx([math.log1p(x) for x in (0.5, 0.5, 0, 0, 1, 0)]), "nothing before a first step"
+    assert features(candidate(wrote(-math.inf)))[0] == math.log1p(MAX_SURPRISE)
 
 
-def test_a_doubted_step_is_escalated_unless_something_went_wrong_before():
+def test_it_decides_before_any_pass_of_the_policy():
+    assert not learned(WEIGHTS).needs
+    read = wrote(-0.1, -6.0)
+    read.policy_logprobs = [-9.0, -9.0]
+    assert features(candidate(read)) == features(candidate(wrote(-0.1, -6.0)))
+
+
+def test_a_surprising_step_is_escalated_unless_something_went_wrong_before():
     router = learned(WEIGHTS)
-    doubted, sound = read(-0.1, -6.0), read(-0.1, -0.2)
-    asked = [candidate(doubted), candidate(sound), candidate(doubted, read(-20.0)), candidate(doubted, read(-0.3))]
+    doubted, sound = wrote(-0.1, -6.0), wrote(-0.1, -0.2)
+    asked = [candidate(doubted), candidate(sound), candidate(doubted, wrote(-20.0)), candidate(doubted, wrote(-0.3))]
     assert decide(router, asked).escalate == [True, False, False, True]
     z = 2 * math.log(7) - 1.5
     assert router.score(asked)[0] == pytest.approx(1 / (1 + math.exp(-z)))
 
 
 def test_scores_are_probabilities_and_the_threshold_is_monotone():
-    candidates = [candidate(read(-(1.3**i)), read(-(1.1**i))) for i in range(40)]
-    router = learned([*WEIGHTS[:2], 1e4]), learned(WEIGHTS)
+    candidates = [candidate(wrote(-(1.3**i)), wrote(-(1.1**i))) for i in range(40)]
+    router = learned([*WEIGHTS[:-1], 1e4]), learned(WEIGHTS)
     assert set(router[0].score(candidates)) == {1.0}, "no logit overflows"
     counts = []
     for router[1].threshold in (0.0, 0.25, 0.5, 0.75, 1.0):
@@ -53,28 +64,28 @@ def test_scores_are_probabilities_and_the_threshold_is_monotone():
 
 
 def test_nan_weights_are_a_fault():
-    decision = decide(learned([math.nan, 0.0, 0.0]), [candidate(read(-1.0))])
+    decision = decide(learned([math.nan] * len(WEIGHTS)), [candidate(wrote(-1.0))])
     assert (decision.escalate, decision.faults) == ([True], 1)
 
 
 def test_a_saved_router_decides_as_before(tmp_path):
-    write_card(tmp_path, {"kind": "arbitrage", "weights": WEIGHTS, **PAIR})
+    write_card(tmp_path, CARD)
     loaded = load_learned(tmp_path, **PAIR, threshold=0.3)
-    asked = [candidate(read(-1.0), read(-2.0))]
+    asked = [candidate(wrote(-1.0), wrote(-2.0))]
     assert loaded.score(asked) == learned(WEIGHTS).score(asked)
-    assert loaded.threshold == 0.3
+    assert (loaded.threshold, loaded.usual_gap) == (0.3, 0.06)
 
 
-@pytest.mark.parametrize("weights", [None, [1.0, 2.0], [1.0, 2.0, "x"], "abc"])
-def test_damaged_weights_are_refused(weights, tmp_path):
-    write_card(tmp_path, {"kind": "arbitrage", "weights": weights, **PAIR})
-    with pytest.raises(RolloutError, match="not two and a bias"):
+@pytest.mark.parametrize("damage", [{"weights": None}, {"weights": [1.0, 2.0]}, {"weights": "abc"}, {"usual_gaps": []}])
+def test_damaged_numbers_are_refused(damage, tmp_path):
+    write_card(tmp_path, CARD | damage)
+    with pytest.raises(RolloutError, match=f"has {next(iter(damage))}=.*train it again"):
         load_learned(tmp_path, **PAIR)
 
 
 @pytest.mark.parametrize("other", [{"draft": "x"}, {"policy": "x"}, {"separators": ["\n\n"]}])
 def test_another_pair_is_refused(other, tmp_path):
-    write_card(tmp_path, {"kind": "arbitrage", "weights": WEIGHTS, **PAIR})
+    write_card(tmp_path, CARD)
     with pytest.raises(RolloutError, match=f"trained for another {next(iter(other))}"):
         load_learned(tmp_path, **{**PAIR, **other})
 

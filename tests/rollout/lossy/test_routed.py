@@ -1,6 +1,7 @@
 """Routed decoding by steps: which model writes a response's tokens, rollback, and failures of the router."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,19 +9,21 @@ import torch
 
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.engines.local.session import Session
 from specrl.rollout.keys import derive_key
-from specrl.rollout.lossy import routed
+from specrl.rollout.lossy import text
+from specrl.rollout.lossy.routed import RoutedRollout
 from specrl.rollout.lossy.router import (
     Candidate,
     Step,
     StepEnd,
     by_advantage,
-    by_entropy,
     by_likelihood,
     by_reward,
     decide,
 )
-from specrl.rollout.types import Request, RolloutError
+from specrl.rollout.lossy.row import RoutedRow
+from specrl.rollout.types import Completion, Request, RolloutError
 from specrl.rollout.verify import accept_exact
 from tests import engines
 from tests.engines import local
@@ -45,6 +48,7 @@ class AcceptanceRule:
     low: float = 0.0
     high: float = 1.0
     needs: frozenset = frozenset()
+    usual_gap: float | None = None
     seen: list = field(default_factory=list)
 
     def score(self, candidates):
@@ -69,7 +73,7 @@ def models(build_model):
 
 
 def step_end(separators=("~", "a", "b", "c", "d"), cap=30):
-    return StepEnd(separators, decode, {EOS}, cap)
+    return StepEnd(separators, decode, {EOS}, cap, len(NAMES))
 
 
 def engine(models, router, end=None, **limits):
@@ -174,10 +178,67 @@ def test_mixed_steps_follow_the_definition(models, needs, rows_per_batch):
     assert 0 < stats.escalated < stats.steps
 
 
-def test_tokens_of_a_step_that_went_and_are_taken_for_the_row_s_are_caught(models, monkeypatch):
-    monkeypatch.setattr("specrl.rollout.engines.local.reader.accept_exact", lambda held, text: len(text))
-    done, _ = engine(models, AcceptanceRule(odd)).generate(asked := requests())
-    assert [c.tokens for c in done] != naive(models, asked, lambda n: n % 2, step_end())
+def test_a_wrong_noise_position_after_a_step_is_caught(models, monkeypatch):
+    """Planted fault: after the first step an engine samples with the noise of the response's beginning again."""
+    follow = RoutedRow.request_after
+
+    def wrong(row, *args):
+        request = follow(row, *args)
+        request.position = 0
+        return request
+
+    monkeypatch.setattr(RoutedRow, "request_after", wrong)
+    done, _ = engine(models, ALWAYS).generate(asked := requests())
+    assert [c.tokens for c in done] != [c.tokens for c in plain(models[0], asked)]
+
+
+def test_kv_is_kept_between_steps_and_that_of_another_row_is_caught(models, monkeypatch):
+    asked, routing = requests(), engine(models, ALWAYS, step_end(EVERY, 99))
+    done, stats = routing.generate(asked)
+    with monkeypatch.context() as without:
+        without.setattr(TransformersEngine, "session", lambda engine, requests: nullcontext())
+        again, more = routing.generate(asked)
+    assert [c.tokens for c in again] == [c.tokens for c in done]
+    assert stats.forward_tokens < more.forward_tokens
+    claim = Session.claim
+
+    def shuffled(session, keys, taken):
+        """Planted fault: slabs of other rows, with the texts that the rows' own would hold."""
+        slabs, texts = zip(*claim(session, keys, taken), strict=True)
+        return [*zip([*slabs[1:], *slabs[:1]], texts, strict=True)]
+
+    monkeypatch.setattr(Session, "claim", shuffled)
+    done, _ = routing.generate(asked)
+    assert [c.tokens for c in done] != [c.tokens for c in plain(models[0], asked)]
+
+
+TWO = [a + b for a in LETTERS[:6] for b in LETTERS[:30]]  # half of the tokens may end a step, one in twenty does
+
+
+def test_a_token_that_may_end_a_step_does_not_always(models):
+    asked, end = requests(cap=40), StepEnd(TWO, decode, {EOS}, 40, len(NAMES))
+    router = AcceptanceRule(odd)
+    done, _ = engine(models, router, end).generate(asked)
+    assert [c.tokens for c in done] == naive(models, asked, lambda n: n % 2, end)
+    steps = [c.step for c in router.seen] + [step for c in router.seen for step in c.history]
+    assert any(token in end.stop_ids for step in steps for token in step.tokens[:-1]), "the test has no power"
+
+
+def test_a_step_that_ends_at_the_first_token_that_may_end_it_is_caught(models, monkeypatch):
+    """Planted fault: every stop id counts as the end of a step."""
+    asked, end = requests(cap=40), StepEnd(TWO, decode, {EOS}, 40, len(NAMES))
+    want = naive(models, asked, lambda n: n % 2, end)
+    early = lambda self, tokens: "eos" if tokens[-1] == EOS else "separator"  # noqa: E731
+    monkeypatch.setattr(StepEnd, "__call__", early)
+    done, _ = engine(models, AcceptanceRule(odd), end).generate(asked)
+    assert [c.tokens for c in done] != want
+
+
+def test_an_engine_that_cannot_read_is_refused(models):
+    sampling = SamplingParams(frozenset({EOS}), 0.7)
+    both = [TransformersEngine(model, sampling) for model in models]
+    with pytest.raises(RolloutError, match="was to read"):
+        RoutedRollout(*both, NEVER, step_end(EVERY, 99)).generate(requests())
 
 
 # --- the policy reads draft steps
@@ -188,7 +249,7 @@ READ = frozenset({"likelihood"})
 
 def test_keeping_a_token_that_the_policy_does_not_draw_is_caught(models, monkeypatch):
     """Planted fault: of an escalated step the policy keeps one token that it does not sample itself."""
-    monkeypatch.setattr(routed, "accept_exact", lambda draws, draft: min(accept_exact(draws, draft) + 1, len(draft)))
+    monkeypatch.setattr(text, "accept_exact", lambda draws, draft: min(accept_exact(draws, draft) + 1, len(draft)))
     done, _ = engine(models, AcceptanceRule(ALWAYS.rule, needs=READ)).generate(asked := requests())
     assert [c.tokens for c in done] != [c.tokens for c in plain(models[0], asked)]
 
@@ -289,7 +350,7 @@ def test_every_token_has_its_source_and_both_log_probs(models):
     ],
 )
 def test_separators_at_token_boundaries(separators, pieces, ends):
-    end = StepEnd(separators, lambda tokens: "".join(pieces[t] for t in tokens), set(), 50)
+    end = StepEnd(separators, lambda tokens: "".join(pieces[t] for t in tokens), set(), 50, len(pieces))
     reasons = [end(range(n)) for n in range(1, len(pieces) + 1)]
     assert reasons[: ends or None] == ([None] * (ends - 1) + ["separator"] if ends else [None] * len(pieces))
 
@@ -304,12 +365,7 @@ def test_eos_and_cap_end_a_step():
 @pytest.mark.parametrize(("separators", "cap"), [([], 5), ([""], 5), (["\n"], 0)])
 def test_senseless_step_rules_are_refused(separators, cap):
     with pytest.raises(RolloutError):
-        StepEnd(separators, decode, {EOS}, cap)
-
-
-def test_models_of_other_vocabularies_are_refused(models, build_model):
-    with pytest.raises(RolloutError, match="40 tokens and the policy 61"):
-        engine((models[0], build_model("qwen3", 1, vocab=40)), NEVER)
+        StepEnd(separators, decode, {EOS}, cap, len(NAMES))
 
 
 # --- bad behaviour falls back to the policy
@@ -363,7 +419,7 @@ def test_runaway_steps_are_the_policys_and_counted(models, separators, cap, faul
 def test_empty_steps_are_the_policys_and_counted(models):
     """All tokens decode to blank text, so no draft step has content."""
     asked = requests()
-    blank = StepEnd([" "], lambda tokens: " " * len(tokens), {EOS}, 30)
+    blank = StepEnd([" "], lambda tokens: " " * len(tokens), {EOS}, 30, len(NAMES))
     done, stats = engine(models, NEVER, blank).generate(asked)
     assert stats.route_faults > 0
     kept = [t for c in done for t, reused in zip(c.tokens, c.reused, strict=True) if reused]
@@ -394,8 +450,8 @@ def test_a_policy_with_nan_weights_stops_the_rollout(models, build_model, router
 # --- the routers
 
 
-def candidate(row=0, entropies=(), rival=None):
-    return Candidate(row, [5], [], Step("draft", [9], entropies=list(entropies)), rival)
+def candidate(row=0, rival=None):
+    return Candidate(row, [5], [], Step("draft", [9]), rival)
 
 
 def test_rsd_keeps_what_scores_well():
@@ -416,16 +472,47 @@ def test_the_oracle_never_escalates_without_an_advantage():
     assert any(e and g <= 0 for e, g in zip(decide(rsd, candidates).escalate, gains, strict=True))
 
 
-def test_the_entropy_router_takes_the_largest_rolling_mean():
-    router = by_entropy(1.0, window=2)
-    assert list(router.score([candidate(entropies=[0.0, 1.0, 3.0, 0.0]), candidate(entropies=[0.5])])) == [2.0, 0.5]
+# --- drift, and rows that an engine fails on
 
 
-def test_entropies_are_those_of_the_draft(models):
-    router = AcceptanceRule(lambda c: 0.0, needs=frozenset({"entropy"}))
-    asked = requests(2)
-    engine(models, router, step_end(EVERY, 99)).generate(asked)
-    first = router.seen[0]
-    with torch.no_grad():
-        logp = (models[1].eval()(torch.tensor([first.prompt])).logits[0, -1] / 0.7).log_softmax(-1)
-    assert first.step.entropies == pytest.approx([-(logp.exp() * logp).sum().item()], abs=1e-4)
+@pytest.mark.parametrize(("usual", "warned"), [(0.0, True), (99.0, False)])
+def test_the_drift_of_a_learned_router_is_measured_and_said_once(models, usual, warned, caplog):
+    router = AcceptanceRule(odd, usual_gap=usual)
+    routing = engine(models, router)
+    for _ in range(2):
+        done, stats = routing.generate(requests())
+    kept = [(b, p) for c in done for b, p, r in zip(c.behaviour_logprobs, c.logprobs, c.reused, strict=True) if r]
+    assert stats.route_drift == pytest.approx(sum(b - p - usual for b, p in kept))
+    said = [record.message for record in caplog.records]
+    assert len(said) == warned
+    assert all("less likely under the policy" in message for message in said)
+
+
+class Failing:
+    """An engine that has no response for rows of one key, as a pool of workers may."""
+
+    own_weights, weight_version = False, 0
+
+    def __init__(self, engine, key):
+        self.engine, self.key = engine, key
+
+    def generate(self, asked):
+        done, stats = self.engine.generate(asked)
+        lost = Completion([], [], [], [], "length", 0, 0, failure="lost")
+        return [lost if r.key == self.key else c for r, c in zip(asked, done, strict=True)], stats
+
+
+@pytest.mark.parametrize("needs", [set(), {"likelihood"}])
+def test_a_row_that_the_policy_fails_on_is_a_failed_row_and_one_that_the_draft_fails_on_the_policys(models, needs):
+    asked = requests()
+    routing = engine(models, AcceptanceRule(odd, needs=frozenset(needs)))
+    want, _ = routing.generate(asked)
+    policy, draft = routing.policy, routing.draft
+    routing.policy = Failing(policy, asked[1].key)
+    done, _ = routing.generate(asked)
+    assert [c.failure for c in done] == ["", "lost", "", ""]
+    assert [c.tokens for c in done] == [[] if i == 1 else c.tokens for i, c in enumerate(want)]
+    routing.policy, routing.draft = policy, Failing(draft, asked[1].key)
+    done, stats = routing.generate(asked)
+    assert done[1].tokens == plain(models[0], asked)[1].tokens
+    assert stats.route_faults > 0

@@ -19,14 +19,18 @@ import psutil
 import pytest
 import torch
 
-from specrl.rollout.build import build_engine
+from specrl.rollout.build import build_engine, build_policy
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.suffix import following
-from specrl.rollout.engines.base import EngineSpec, Probe
+from specrl.rollout.engines.base import EngineSpec, Probe, SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.lossy.routed import RoutedRollout
+from specrl.rollout.lossy.router import Router, StepEnd
 from specrl.rollout.sections import BudgetConfig, ClusterConfig
 from specrl.rollout.types import Completion, EngineStats, RolloutError
 from specrl.rollout.workers.pool import RolloutPool
 from specrl.run.cluster import connect
+from tests.engines import routed
 from tests.rollout.workers.faulty import (
     DEADLY,
     EOS_IDS,
@@ -477,3 +481,21 @@ def test_nothing_outlives_a_driver_that_was_killed(killed):
     """Two agents of Ray look for its cluster for a minute before they exit, while the tests above run."""
     _, pids = killed
     assert wait_until(lambda: all(map(gone, pids)), 150), [psutil.Process(p).cmdline() for p in pids if not gone(p)]
+
+
+@long
+def test_routed_rows_are_those_of_one_process(started, spec, build_model):
+    """The policy is a pool, and the draft is here."""
+    sampling, small = SamplingParams(EOS_IDS), build_model("llama", 1)
+    step_end = StepEnd(["a"], lambda tokens: "".join("abcd"[token % 4] for token in tokens), EOS_IDS, 12, 61)
+    odd = Router(lambda steps: [len(c.history) % 2 for c in steps], 0.5)
+    want, counts = routed(build_model("llama"), sampling, small, odd, step_end).generate(requests_of(8))
+    pool = RolloutPool(spec, replace(CLUSTER, num_workers=2), build_policy)
+    engine = RoutedRollout(pool, TransformersEngine(small, sampling), odd, step_end)
+    try:
+        done, stats = engine.generate(requests_of(8))
+    finally:
+        engine.close()
+    assert differing(done, want) == []
+    assert [c.reused for c in done] == [c.reused for c in want]
+    assert 0 < stats.escalated == counts.escalated < stats.steps

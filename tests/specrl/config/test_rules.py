@@ -30,6 +30,7 @@ KL = "rollout.acceptance=judged rollout.judged.by=kl"
 JUDGED = "rollout.acceptance=judged rollout.judged.path=x"
 TRAIN = "trainer.drafter.train=true"
 LEAVE_OUT = "Leave it out"
+ROUTED = "rollout.acceptance=routed rollout.drafter=x"
 WRONG = [
     # words, the option that the message names, what it suggests
     ("rollout.replay=1.5", "rollout.replay=1.5", "rollout.replay=1."),
@@ -110,13 +111,11 @@ WRONG = [
     (KL, "rollout.judged.by=kl", "rollout.drafter=DIR"),
     (f"{KL} rollout.drafter=x {VLLM}", "rollout.judged.by=kl", "rollout.judged.by=judge"),
     (f"{JUDGED} rollout.replay=0.5", "rollout.replay=0.5", "rollout.replay=0."),
-    (f"{JUDGED} cluster.num_workers=1", "rollout.acceptance=judged", "cluster.num_workers=0."),
     (f"{JUDGED} rollout.drafter=x {VLLM}", "rollout.drafter=x", "rollout.acceptance=exact."),
     (f"{JUDGED} trainer.correction=none", "trainer.correction=none", "rollout.judged.uncorrected=true."),
-    (f"rollout.acceptance=routed rollout.drafter=x {VLLM}", "acceptance=routed", "rollout.engine=transformers."),
+    (f"{ROUTED} {VLLM} rollout.vllm.tensor_parallel=2", "rollout.vllm.tensor_parallel=2", "rollout.acceptance=exact."),
     (
-        "rollout.acceptance=routed rollout.drafter=x rollout.routed.by=rsd rollout.routed.path=x "
-        "rollout.routed.threshold=2",
+        f"{ROUTED} rollout.routed.by=rsd rollout.routed.path=x rollout.routed.threshold=2",
         "rollout.routed.threshold=2",
         "0.5.",
     ),
@@ -153,7 +152,8 @@ def test_a_wrong_option_is_named_with_a_legal_one(words, named, suggested):
         "rollout.acceptance=judged rollout.judged.path=x rollout.judged.uncorrected=true trainer.correction=none",
         "rollout.acceptance=judged rollout.judged.path=x rollout.engine=vllm",
         "trainer.drafter.train=true rollout.drafter=x rollout.engine=vllm cluster.num_workers=2",
-        "rollout.acceptance=routed rollout.drafter=x rollout.replay=0.5",
+        f"{ROUTED} rollout.replay=0.5",
+        f"{ROUTED} rollout.engine=vllm cluster.num_workers=2",
         f"{TRAIN} rollout.drafter=x {KL} trainer.drafter.patience=0",
         "rollout.top_p=0.9 rollout.top_k=20",
         "trainer.epochs=0 trainer.max_steps=3",

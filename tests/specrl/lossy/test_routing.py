@@ -12,11 +12,12 @@ from specrl.evaluate import EvaluateConfig
 from specrl.evaluate import main as evaluate
 from specrl.generate import GenerateConfig
 from specrl.generate import main as generate
-from specrl.lossy.fit import Record, curve
+from specrl.lossy.fit import Record, curve, usual_gaps
 from specrl.lossy.pair import load_pair
 from specrl.lossy.routing import StepValues, advantage, collect, prefix
 from specrl.reward.set import RewardSet
 from specrl.rollout.keys import derive_key
+from specrl.rollout.lossy.arbitrage import FEATURES
 from specrl.rollout.lossy.router import Candidate, Step, by_advantage, decide
 from specrl.rollout.types import Request
 from specrl.run.data import load_examples
@@ -135,12 +136,19 @@ def test_both_walks_are_recorded(collected):
     assert len({(*r.before, *r.draft_step) for r in collected}) == len(collected), "no step is there twice"
 
 
-def test_the_router_is_trained_on_what_it_will_read(collected):
-    """Every value enters by the policy's log-probs: a first step has nothing before it, a later one has."""
+def test_the_router_is_trained_on_what_it_will_see(collected):
+    """Every value enters by the draft's log-probs: a first step has nothing before it, a later one has."""
     first = min(len(r.before) for r in collected)
-    assert all(r.features[0] > 0 for r in collected)
-    assert all(r.features[1] == 0 for r in collected if len(r.before) == first)
-    assert any(r.features[1] > 0 for r in collected)
+    largest, before = (FEATURES.index(name) for name in ("step max", "history max"))
+    assert all(r.features[largest] == pytest.approx(math.log1p(-min(r.draft_logprobs))) for r in collected)
+    assert all(r.features[before] == 0 for r in collected if len(r.before) == first)
+    assert any(r.features[before] > 0 for r in collected)
+
+
+def test_the_usual_gap_by_hand():
+    made = [((-1.0, -1.0), (-2.0, -1.5)), ((-0.5,), (-3.0,))]
+    records = [Record("a", (), (), (), (), 0.0, 0.0, draft, policy) for draft, policy in made]
+    assert usual_gaps([0.2, 0.7], records, 3) == [0.0, 1.5 / 2, 4.0 / 3]
 
 
 def test_the_curve_of_a_budget_by_hand():
@@ -164,7 +172,7 @@ def test_the_card_of_a_router_says_how_it_did(trained):
     report = card["report"]
     assert report["steps"] > 24
     assert 0 < report["with_gain"] < report["steps"]
-    assert len(card["weights"]) == 3
+    assert len(card["weights"]) == len(FEATURES) + 1
     assert set(report["curves"]) == {"arbitrage", "likelihood", "rsd on true values", "oracle"}
     best = [point["value"] for point in report["curves"]["oracle"]]
     for points in report["curves"].values():
@@ -191,7 +199,7 @@ def run_evaluate(folder, draft, capsys, *more):
     return code, json.loads(out) if code == 0 else err
 
 
-@pytest.mark.parametrize("kind", ["entropy", "likelihood", "rsd", "arbitrage"])
+@pytest.mark.parametrize("kind", ["likelihood", "rsd", "arbitrage"])
 def test_evaluation_with_a_router_reports_its_cost(kind, trained, prm, draft, tmp_path, capsys):
     path = {"rsd": prm, "arbitrage": trained}.get(kind, "")
     options = ["rollout.acceptance=routed", f"rollout.routed.by={kind}", f"rollout.routed.path={path}"]
@@ -203,7 +211,7 @@ def test_evaluation_with_a_router_reports_its_cost(kind, trained, prm, draft, tm
     _, plain = run_evaluate(tmp_path, draft, capsys, "rollout.drafter=")
     same = ("eval/reward", "eval/mean_length")
     assert {k: all_policy[k] for k in same} == {k: plain[k] for k in same}, "every step was escalated"
-    most = {"entropy": 9, "likelihood": 99, "rsd": 0, "arbitrage": 1}[kind]
+    most = {"likelihood": 99, "rsd": 0, "arbitrage": 1}[kind]
     code, some = run_evaluate(tmp_path, draft, capsys, *options, f"rollout.routed.threshold={most}")
     assert code == 0
     assert some["eval/policy_tokens_ratio"] < 1
@@ -241,7 +249,7 @@ def test_a_senseless_training_is_one_line(more, message, draft, tmp_path, capsys
     assert err.count("\n") == 1
 
 
-ROUTED = "rollout.acceptance=routed rollout.routed.by=entropy rollout.drafter=x"
+ROUTED = "rollout.acceptance=routed rollout.routed.by=likelihood rollout.drafter=x"
 
 
 @pytest.mark.parametrize(
@@ -252,7 +260,6 @@ ROUTED = "rollout.acceptance=routed rollout.routed.by=entropy rollout.drafter=x"
         ("rollout.drafter=", "Try rollout.drafter=DIR"),
         ("rollout.routed.by=arbitrage", "needs rollout.routed.path"),
         ("rollout.routed.separators=[]", "must name at least one text"),
-        ("cluster.num_workers=2", "Try cluster.num_workers=0"),
         ("rollout.top_p=0.9", "needs the trainer's own log-probs"),
         ("rollout.routed.max_step_tokens=0", "must be at least 1"),
     ],
@@ -262,7 +269,7 @@ def test_routing_that_would_mislead_is_refused(change, message):
     options = [word for word in ROUTED.split() if word.partition("=")[0] != key]
     with pytest.raises(cli.ConfigError, match=message):
         cli.load(["config=grpo_math", *options, change])
-    assert cli.load(["config=grpo_math", *ROUTED.split()]).rollout.routed.by == "entropy"
+    assert cli.load(["config=grpo_math", *ROUTED.split()]).rollout.routed.by == "likelihood"
 
 
 def test_uncorrected_training_takes_an_explicit_word():
@@ -274,7 +281,7 @@ def test_uncorrected_training_takes_an_explicit_word():
     ("acceptance", "by", "threshold", "correction"),
     [
         ("routed", "likelihood", 4.0, "token_truncate"),
-        ("routed", "entropy", 1.5, "none"),
+        ("routed", "likelihood", 4.0, "none"),
         ("judged", "kl", 9.0, "sequence_truncate"),
     ],
 )
@@ -297,3 +304,27 @@ def test_grpo_trains_on_text_that_the_draft_wrote(acceptance, by, threshold, cor
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     ratio = lines[-1]["sampling/importance_sampling_ratio/mean"]
     assert (ratio == 1.0) == (correction == "none")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("acceptance", "by"), [("routed", "rsd"), ("judged", "kl")])
+def test_workers_train_on_drafted_text_as_one_process(acceptance, by, prm, draft, tmp_path):
+    """Each worker has a policy, a draft model and what decides about its text; the policy changes at every step.
+
+    The loss takes the engine's log-probs, which another batch rounds otherwise in the last bits.
+    """
+    options = {
+        "rollout__acceptance": acceptance,
+        "rollout__sources": "[]",
+        "rollout__drafter": draft,
+        f"rollout__{acceptance}__by": by,
+        f"rollout__{acceptance}__threshold": {"rsd": 0.5, "kl": 9}[by],
+        "rollout__routed__path": prm,
+        "rollout__routed__separators": "[' ', ',', '=', ':']",
+        "trainer__epochs": 1,
+    }
+    alone = runs.run(tmp_path / "alone", **options)
+    workers = runs.run(tmp_path / "workers", cluster__num_workers=2, cluster__object_store_mb=100, **options)
+    assert {*runs.differences(workers, alone)} <= {"losses", "weights"}
+    assert workers.losses == pytest.approx(alone.losses, abs=1e-4)
+    assert 0 < alone.steps[-1].reuse < 1

@@ -252,8 +252,8 @@ def test_the_draft_models_context_bounds_the_drafts(policy, plain, monkeypatch):
     engine = Engine(policy, SAMPLING, window=8, drafter=drafter)
     longest, launch = [], Reader.launch
 
-    def watched(reader, feed, after=None, ends=False):
-        flight = launch(reader, feed, after, ends)
+    def watched(reader, feed, ends=False):
+        flight = launch(reader, feed, ends)
         if ends:  # the draft model's
             longest.append(flight.width)
         return flight

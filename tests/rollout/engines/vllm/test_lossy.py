@@ -1,20 +1,39 @@
-"""acceptance=lenient and judged with vLLM. The judge reads the hidden states that vLLM computes logits from."""
+"""acceptance=lenient, judged and routed with vLLM. The judge reads the hidden states that vLLM computes logits from."""
 
 import random
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
+from specrl.drafter import shortened
+from specrl.rollout.build import build_policy
+from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.base import EngineSpec, SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.lossy.judge import JudgeHead
 from specrl.rollout.lossy.pair import fingerprint
-from specrl.rollout.sections import JudgedConfig
-from specrl.rollout.types import RolloutError
-from tests.engines import judged, local
-from tests.rollout.engines.vllm.engines import exactly, moved, needs_vllm, on_v1, policy, probe_of, spec_of, start
-from tests.rollout.golden import EOS_IDS, Script, corrupt, differing, prompts_and_caps, requests_of
+from specrl.rollout.lossy.routed import RoutedRollout
+from specrl.rollout.lossy.router import Router, StepEnd, by_likelihood
+from specrl.rollout.sections import JudgedConfig, RoutedConfig
+from specrl.rollout.types import Request, RolloutError
+from specrl.run.policy import TINY_PATH
+from specrl.tiny import load_tiny
+from tests.engines import judged, local, routed
+from tests.rollout.engines.vllm.engines import (
+    close,
+    exactly,
+    moved,
+    needs_vllm,
+    on_v1,
+    policy,
+    probe_of,
+    spec_of,
+    start,
+)
+from tests.rollout.golden import EOS_IDS, VOCAB, Script, corrupt, differing, prompts_and_caps, requests_of
 
 pytestmark = needs_vllm
 
@@ -118,3 +137,73 @@ def test_a_judge_of_another_policy_is_refused(saved, tmp_path):
     head(0.5).save(tmp_path, {"policy": "another"})
     with pytest.raises(RolloutError, match="was trained for another policy"):
         start(spec_of(saved("qwen3")[1], acceptance="judged", judged=JudgedConfig(path=str(tmp_path))))
+
+
+@pytest.fixture(scope="module")
+def reader(saved):
+    """A vLLM engine as the policy of a RoutedRollout; four draft tokens a step, fewer than most steps have."""
+    with mock.patch("gc.collect"):
+        engine = build_policy(spec_of(saved("qwen3")[1], draft_tokens=4))
+    yield engine
+    close(engine)
+
+
+STEP_END = StepEnd(["ab", "b"], lambda tokens: "".join("abcdefghij"[t % 10] for t in tokens), EOS_IDS, 40, VOCAB)
+ROUTERS = {
+    "all": Router(lambda steps: [1.0] * len(steps), 0.5),
+    "none": Router(lambda steps: [0.0] * len(steps), 0.5),
+    "every other": Router(lambda steps: [len(c.history) % 2 for c in steps], 0.5),
+    "likelihood": by_likelihood(8.0),
+}
+
+
+def asked_of_both():
+    return requests_of([(prompt, 30) for prompt, _ in prompts_and_caps(12)])
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("draft", ["transformers", pytest.param("vllm", marks=on_v1)])
+def test_a_routed_rollout_is_that_of_transformers_engines(saved, engine_of, reader, router, draft):
+    small, sampling = saved("llama")[0], SamplingParams(EOS_IDS)
+    writer = local(small, sampling) if draft == "transformers" else engine_of("llama")
+    done, stats = RoutedRollout(reader, writer, ROUTERS[router], STEP_END).generate(asked_of_both())
+    theirs = routed(saved("qwen3")[0], sampling, small, ROUTERS[router], STEP_END)
+    want, counts = theirs.generate(asked_of_both())
+    assert differing(done, exactly(want), 1e-3) == []
+    assert [c.reused for c in done] == [c.reused for c in want]
+    for ours, their in zip(done, want, strict=True):
+        assert ours.behaviour_logprobs == pytest.approx(their.behaviour_logprobs, abs=1e-3)
+    assert (stats.steps, stats.escalated, stats.drafted) == (counts.steps, counts.escalated, counts.drafted)
+    plain, _ = local(saved("qwen3")[0], sampling).generate(asked_of_both())
+    assert (differing(done, plain, 1e-3) == []) == (router == "all")
+
+
+def test_noise_of_another_position_after_a_step_is_caught(saved, reader, monkeypatch):
+    """Planted fault: vLLM samples each request with the noise of a response's beginning."""
+    generate = reader.generate
+    for_beginnings = lambda requests: generate([replace(r, position=0) for r in requests])  # noqa: E731
+    monkeypatch.setattr(reader, "generate", for_beginnings)
+    writer = local(saved("llama")[0], SamplingParams(EOS_IDS))
+    done, _ = RoutedRollout(reader, writer, ROUTERS["all"], STEP_END).generate(asked_of_both())
+    plain, _ = local(saved("qwen3")[0], SamplingParams(EOS_IDS)).generate(asked_of_both())
+    assert differing(done, plain, 1e-3)
+
+
+@on_v1
+def test_the_options_of_a_run_route_alike_on_both_engines(tmp_path):
+    """A policy and a draft model, each with an engine, from their directories."""
+    model, tokenizer = load_tiny()
+    shortened(model, 4).save_pretrained(tmp_path)
+    routing = RoutedConfig(threshold=6.0, separators=["\\n"], max_step_tokens=40)
+    config = RolloutConfig(acceptance="routed", drafter=str(tmp_path), routed=routing, max_new_tokens=40)
+    config.vllm.kv_cache_mb, eos_ids = 16, frozenset({tokenizer.eos_token_id})
+    prompt = tokenizer("Tom has 30 pens. He buys 12. How many pens does Tom have now?\n").input_ids
+    texts = []
+    for engine in ("transformers", "vllm"):
+        config.engine = engine
+        built = start(EngineSpec(model=str(TINY_PATH), eos_ids=eos_ids, rollout=config))
+        done, stats = built.generate([Request(prompt, key, 40) for key in range(4)])
+        texts.append([(c.tokens, c.reused) for c in done])
+        built.close()
+    assert texts[0] == texts[1]
+    assert stats.steps > 4
