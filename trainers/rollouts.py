@@ -4,61 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from specrl.rollout.config import RolloutConfig
 from specrl.rollout.control import Control
 from specrl.rollout.engines.base import Engine
 from specrl.rollout.keys import Visits, derive_key
 from specrl.rollout.reduction import Metric, merged, seconds
-from specrl.rollout.speculative import SpeculativeRollout
-from specrl.rollout.types import Completion, Row
+from specrl.rollout.types import Row
 from specrl.trainers import weights
-from specrl.trainers.config import TrainerConfig
-from specrl.trainers.conversations import Conversation, Tools, converse
-from specrl.trainers.keeping import Keeping, diversity
-from specrl.trainers.scored import Generated, Scored, check_batch
+from specrl.trainers.correction import Importance, overlong_penalty
+from specrl.trainers.keeping import diversity
+from specrl.trainers.scored import Scored, check_batch
+from specrl.trainers.setup import Setup
+from specrl.trainers.tool_rollouts import ToolRollouts
 from specrl.trainers.tools import ToolResults
-from specrl.trainers.turns import Turn, by_turn
-from specrl.trainers.turns_ahead import ConversationsAhead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerState
 
     from specrl.trainers.cotraining.alarm import DrafterAlarm
     from specrl.trainers.cotraining.trainer import DrafterTrainer
-
-Score = Callable[[Sequence[dict], Sequence[list]], tuple[list[float | None], dict[str, Metric]]]
-"""(dataset rows, responses) -> total reward of each row, None where it failed, and metrics to log.
-
-A response is a list of token ids, or with tools the list of messages that followed the prompt.
-"""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What the rollouts of a trainer need from the run."""
-
-    score: Score
-    render: Callable[[dict], list[int]]
-    """Renders the prompt of a dataset row as token ids."""
-    dataset: Sequence[dict]
-    """The training rows. The prompt of the first one is the probe that engine and trainer must score equally."""
-    make_rollout: Callable[[PreTrainedModel], SpeculativeRollout]
-    """Builds the source of responses from the policy as it is trained (adapters included)."""
-    rollout: RolloutConfig
-    trainer: TrainerConfig
-    keeping: Keeping = field(default_factory=Keeping)
-    """Keeps the responses besides the cache."""
-    tools: Tools | None = None
-    """What the policy may call; None without tools."""
-    max_turns: int = 1
-    """Responses of a conversation with tools."""
 
 
 class Rollouts:
@@ -102,13 +71,13 @@ class Rollouts:
         keeps_all_tokens = (setup.rollout.top_p, setup.rollout.top_k) == (1.0, 0)
         strict = self.exact_bits and keeps_all_tokens
         self._control = Control(self.source, self._score_tokens, gather_object, strict=strict)
+        self._importance = Importance(setup.trainer, self.source.config, own_weights=self.engine.own_weights)
         self._visits = Visits()
         self._sent: int | None = None
         self._fields: dict[str, dict] = {}
         """Dataset rows of the step, by example id."""
         self._metrics: dict[str, Metric] = {}
-        self._conversations_ahead: ConversationsAhead | None = None
-        """Of the batch that was announced last, where there are tools."""
+        self._conversations = ToolRollouts(setup.tools, self.source, setup.max_turns) if setup.tools else None
         self.sampled_batch: Scored
         """Everything that the last `collect` rolled out."""
         self.train_batch: Scored
@@ -196,8 +165,11 @@ class Rollouts:
         visits = self._per_row(rows, self._visits.next)
         announce = self._announcement(first) if self._ahead else lambda turn: None
         turns = None
-        if self._setup.tools:
-            conversations, turns = self._converse(self._setup.tools, rows, sample_indices, visits, announce)
+        if self._conversations:
+            conversations, turns, metrics = self._conversations.generate(
+                rows, sample_indices, visits, self.version, announce
+            )
+            self._note(metrics)
             batch = turns.batch.select(range(len(rows)))
             batch.completions = [conversation.whole() for conversation in conversations]
             responses: list[list] = [conversation.messages for conversation in conversations]
@@ -213,38 +185,6 @@ class Rollouts:
         rewards = self._penalised(unpenalised, [len(c.tokens) for c in batch.completions])
         return Scored(inputs, rows, batch, rewards, unpenalised, turns)
 
-    def _converse(
-        self,
-        tools: Tools,
-        rows: Sequence[Row],
-        sample_indices: Sequence[int],
-        visits: Sequence[int],
-        announce: Callable[[int], None],
-    ) -> tuple[list[Conversation], Generated]:
-        """A conversation that begins with each row, and what was generated for all of them.
-
-        Args: announce: announces the next batch in each turn, whose number it is given.
-        """
-        turns: list[Turn] = []
-
-        def respond(going: list[Conversation], rows: list[Row]) -> list[Completion]:
-            announce(len(turns))
-            batch = self.source.generate(
-                rows,
-                visit=[conversation.visit for conversation in going],
-                step=self.version,
-                sample_indices=[conversation.sample_index for conversation in going],
-            )
-            check_batch(batch, len(rows), self.version)
-            turns.append(Turn(rows, batch, self.version, training=True))
-            return batch.completions
-
-        begun = _begun(rows, sample_indices, visits)
-        max_tokens = self.source.config.max_new_tokens
-        converse(begun, respond, tools, max_turns=self._setup.max_turns, max_tokens=max_tokens)
-        self._note(by_turn(turns) | tools.take_metrics(len(begun)))
-        return begun, Generated.of_turns(turns)
-
     def _rows(self, inputs: Sequence[dict], first: int) -> tuple[list[Row], list[int]]:
         """The dataset rows as `Row`s, and their sample indices."""
         rows = [Row(row["example_id"], tuple(self._setup.render(row))) for row in inputs]
@@ -254,18 +194,9 @@ class Rollouts:
         """Announces the next batch to the source of responses in a turn of this one, as far as it is known by then."""
         rows, sample_indices = self._rows(self._upcoming(), first)
         visits = self._per_row(rows, self._visits.so_far)
-        if not self._setup.tools:
-            return lambda turn: self.source.announce(rows, visit=visits, sample_indices=sample_indices)
-        this_batch = self._conversations_ahead
-        coming = ConversationsAhead(
-            _begun(rows, sample_indices, visits),
-            self._setup.tools,
-            self.source,
-            max_turns=self._setup.max_turns,
-            max_tokens=self.source.config.max_new_tokens,
-        )
-        self._conversations_ahead = coming
-        return lambda turn: coming.announce_beside(this_batch, turn)
+        if self._conversations:
+            return self._conversations.announcement(rows, sample_indices, visits)
+        return lambda turn: self.source.announce(rows, visit=visits, sample_indices=sample_indices)
 
     @staticmethod
     def _per_row(rows: Sequence[Row], visits: Callable[[list[str]], list[int]]) -> list[int]:
@@ -318,8 +249,6 @@ class Rollouts:
         cap = self.source.config.max_new_tokens
         if not (buffer := self._options.overlong_tokens(cap)):
             return list(totals)
-        from specrl.trainers.correction import overlong_penalty
-
         paired = zip(totals, lengths, strict=True)
         return [None if total is None else total + overlong_penalty(length, cap, buffer) for total, length in paired]
 
@@ -333,40 +262,13 @@ class Rollouts:
     @property
     def old_from_engine(self) -> bool:
         """True if the engine's log-probs are pi_old, False if the trainer computes pi_old."""
-        source = self._options.old_logprobs
-        return source == "engine" or (source == "auto" and self.source.config.lossy)
+        return self._importance.old_from_engine
 
     def importance(
         self, rollout_logprobs: torch.Tensor, mask: torch.Tensor, policy_logprobs: Callable[[], torch.Tensor]
     ) -> torch.Tensor | None:
-        """Importance weights [B, T] of tokens that another distribution or engine sampled, by `trainer.correction`.
-
-        Args:
-            rollout_logprobs: the engine's log-probs of the batch [B, T].
-            mask: 1 for tokens that the policy sampled [B, T].
-            policy_logprobs: returns the trainer's log-probs [B, T]; called only if they are needed.
-
-        Returns:
-            None if no correction is needed.
-        """
-        config = self.source.config
-        options = self._options
-        rounded_copy = options.precision == "bf16" and self.engine.own_weights
-        other_numerics = rounded_copy or config.engine != "transformers"
-        if not config.lossy and (not other_numerics or self.old_from_engine or options.correction == "none"):
-            return None
-        from specrl.trainers.correction import measured_weights, padded
-
-        logp = rollout_logprobs if config.lossy else policy_logprobs()
-        behaviour = rollout_logprobs
-        if config.lossy:
-            behaviour = padded([c.behaviour_logprobs for c in self.train_batch.batch.completions], rollout_logprobs)
-        ratios, metrics = measured_weights(logp, behaviour, mask, options.correction, options.correction_cap)
+        """`Importance.weights` of the rows that are trained on, with their metrics in those of the step."""
+        completions = self.train_batch.batch.completions
+        weights, metrics = self._importance.weights(completions, rollout_logprobs, mask, policy_logprobs)
         self._note(metrics)
-        return ratios
-
-
-def _begun(rows: Sequence[Row], sample_indices: Sequence[int], visits: Sequence[int]) -> list[Conversation]:
-    """A conversation that begins with each row."""
-    columns = zip(rows, sample_indices, visits, strict=True)
-    return [Conversation(row.example_id, i, visit, len(row.prompt), [*row.prompt]) for row, i, visit in columns]
+        return weights

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -14,26 +13,22 @@ from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from specrl.config.schema import Config
-from specrl.results.records import find_run
 from specrl.reward.loading import load_rewards
 from specrl.reward.set import RewardSet
 from specrl.rollout.build import build_engine
-from specrl.rollout.cache.log import ResponseLog, Twin, open_log
-from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.engines.base import Engine, EngineSpec
-from specrl.rollout.receipts import Receipts
 from specrl.rollout.reduction import Metric, count, mean
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.run import policy
-from specrl.run.accuracy import last_texts
 from specrl.run.data import Example, left_out, to_dataset
 from specrl.run.lora import adapter
+from specrl.run.memory import Memory
 from specrl.run.prompts import Prompt, chat_template, check_lengths, described, render
 from specrl.run.run_dir import RunDir, data_digests, same_data
 from specrl.trainers.callbacks import ShortHistory, StopOnSignal
 from specrl.trainers.checkpoint import EVALUATIONS, TRAJECTORIES, Checkpoint, CompleteCheckpoint, writing
-from specrl.trainers.keeping import Keeping
-from specrl.trainers.rollouts import Score, Setup
+from specrl.trainers.conversations import Tools
+from specrl.trainers.setup import Score, Setup
 
 if TYPE_CHECKING:
     from specrl.trainers.grpo.trainer import GRPOTrainerWithReuse
@@ -112,30 +107,15 @@ def build(
     set_seed(config.seed)
     model, tokenizer, eos_ids = policy.load_policy(config, policy.trained_dtype(config))
     checkpoint = run_dir.agreed(checkpoint, model.device)
-    tools = None
-    if config.dataset.tools:
-        from specrl.run.toolbox import Toolbox
-
-        tools = Toolbox(tokenizer, config.dataset)
     check_lengths([*train, *test], tokenizer, config.dataset, policy.prompt_limit(config, model))
     data = data_digests(chat_template(tokenizer, config.dataset), train=train, test=test)
     if checkpoint:
         data = same_data(checkpoint.marker()["data"], data, config.data)
     prompts = {example.id: render(example, tokenizer, config.dataset) for example in train}
-    cache = load_cache(config, tokenizer, model, eos_ids, checkpoint)
-    vocab_size = model.get_output_embeddings().weight.shape[0]
-    folder = checkpoint.evaluations if checkpoint and not config.rollout.cache.clear else None
-    step = checkpoint.step if checkpoint else 0
-    evaluations = last_texts(config, tokenizer, vocab_size, eos_ids, folder, max_step=step)
-    log, twin = load_log(config, tokenizer, vocab_size, eos_ids, run_dir.path)
-    receipts = None
-    if not config.rollout.lossy:
-        about = {"seed": config.seed, "data": data}
-        receipts = Receipts(_written_by(run_dir.path), about, step, config.rollout.cache.on_write_error)
+    memory = Memory.load(config, run_dir.path, tokenizer, model, eos_ids, checkpoint, data)
 
     with ExitStack() as stack:
-        if log:
-            stack.callback(log.close)
+        stack.callback(memory.close)
         rewards = stack.enter_context(closing(load_rewards(config.reward)))
         if config.cluster.num_workers:
             from specrl.run.cluster import connect
@@ -146,7 +126,9 @@ def build(
             """The trainer calls this after it has wrapped the policy, for example with adapters."""
             engine = make_engine(config, policy.engine_spec(config, eos_ids), trained)
             stack.callback(engine.close)
-            return SpeculativeRollout(engine, cache, config.rollout, config.seed, evaluations, twin)
+            return SpeculativeRollout(
+                engine, memory.cache, config.rollout, config.seed, memory.evaluations, memory.twin
+            )
 
         setup = Setup(
             score=scorer(rewards, tokenizer, prompts),
@@ -155,8 +137,8 @@ def build(
             make_rollout=make_rollout,
             rollout=config.rollout,
             trainer=config.trainer,
-            keeping=Keeping(log, receipts),
-            tools=tools,
+            keeping=memory.keeping,
+            tools=toolbox(config, tokenizer),
             max_turns=config.dataset.max_turns,
         )
         trainer = build_trainer(config, model, tokenizer, setup, run_dir.checkpoints)
@@ -185,52 +167,13 @@ def add_callbacks(config: Config, trainer: Trainer, data: Mapping[str, str]) -> 
     trainer.add_callback(CompleteCheckpoint(rollouts, config.trainer.keep_checkpoints, data))
 
 
-def load_cache(
-    config: Config, tokenizer: Any, model: Any, eos_ids: frozenset[int], checkpoint: Checkpoint | None
-) -> TrajectoryCache | None:
-    """The trajectory cache from the checkpoint or `rollout.cache.start_from`, else empty; None if nothing is reused.
-
-    Raises: ConfigError, CacheError.
-    """
-    if not config.rollout.reuses:
+def toolbox(config: Config, tokenizer: PreTrainedTokenizerBase) -> Tools | None:
+    """The tools of `dataset.tools`, None if there are none."""
+    if not config.dataset.tools:
         return None
-    options = config.rollout.cache
-    fingerprint = Fingerprint(*policy.fingerprint(config, tokenizer))
-    vocabulary = model.get_output_embeddings().weight.shape[0]
-    if options.clear or not (checkpoint or options.start_from):
-        return TrajectoryCache(fingerprint, vocabulary, eos_ids, max_mb=options.max_mb)
-    from specrl.rollout.cache.memory import load
+    from specrl.run.toolbox import Toolbox
 
-    # A checkpoint may have no trajectories, for example after rollout.acceptance=off; the cache is then empty.
-    return load(
-        checkpoint.trajectories if checkpoint else Path(options.start_from),
-        fingerprint,
-        vocabulary,
-        eos_ids,
-        max_step=checkpoint.step if checkpoint else None,
-        max_mb=options.max_mb,
-        check_sampling=config.rollout.acceptance == "lenient",
-        new_run=not checkpoint,
-    )
-
-
-def load_log(
-    config: Config, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int], run: Path
-) -> tuple[ResponseLog | None, Twin | None]:
-    """The log of the run's responses, and the runs that it drafts from: itself, if it resumes, and `rollout.twin`.
-
-    Raises: ConfigError, CacheError.
-    """
-    identity, sampling = policy.fingerprint(config, tokenizer)
-    fingerprint = Fingerprint(identity | {"seed": str(config.seed)}, sampling)
-    other = find_run(config.rollout.twin) if config.rollout.twin else None
-    writes = _written_by(run) is not None
-    return open_log(run, other, config.rollout.cache, fingerprint, vocab_size, eos_ids, writes=writes)
-
-
-def _written_by(run: Path) -> Path | None:
-    """The run's directory in the process that writes it, None in the others."""
-    return None if int(os.environ.get("RANK", 0)) else run
+    return Toolbox(tokenizer, config.dataset)
 
 
 def make_engine(config: Config, spec: EngineSpec, trained: PreTrainedModel) -> Engine:

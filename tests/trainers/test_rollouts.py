@@ -16,8 +16,9 @@ from specrl.rollout.reduction import mean
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, RolloutBatch, RolloutError
 from specrl.trainers.config import TrainerConfig
-from specrl.trainers.rollouts import Rollouts, Setup
+from specrl.trainers.rollouts import Rollouts
 from specrl.trainers.scored import check_batch
+from specrl.trainers.setup import Setup
 
 GOOD = Completion([1, 2], [-0.5, -0.5], [-0.5, -0.5], [False, True], "stop", 3, 1)
 CURRENT = replace(GOOD, version=7)

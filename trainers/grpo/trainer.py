@@ -28,7 +28,8 @@ from specrl.trainers.callbacks import StepMetrics
 from specrl.trainers.checkpoint import writing
 from specrl.trainers.config import TrainerConfig
 from specrl.trainers.grpo.limits import check_trl
-from specrl.trainers.rollouts import Rollouts, Setup
+from specrl.trainers.rollouts import Rollouts
+from specrl.trainers.setup import Setup
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -19,8 +19,9 @@ from specrl.trainers.ppo.critic import Models
 from specrl.trainers.ppo.prior import Prior
 
 if TYPE_CHECKING:
-    from specrl.trainers.rollouts import Rollouts, Setup
+    from specrl.trainers.rollouts import Rollouts
     from specrl.trainers.scored import Scored
+    from specrl.trainers.setup import Setup
 
 SMOOTHING = 0.9  # of the explained variance, whose parts are small and noisy if a rollout's rewards are nearly equal
 

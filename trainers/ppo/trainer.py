@@ -28,7 +28,8 @@ from specrl.trainers.checkpoint import writing
 from specrl.trainers.ppo import objectives
 from specrl.trainers.ppo.critic import build_models, shard
 from specrl.trainers.ppo.experience import Experience, ExperienceMaker
-from specrl.trainers.rollouts import Rollouts, Setup
+from specrl.trainers.rollouts import Rollouts
+from specrl.trainers.setup import Setup
 
 if TYPE_CHECKING:
     from peft import PeftConfig
