@@ -49,10 +49,7 @@ class PromptTexts:
     """
 
     def __init__(
-        self,
-        stored: Sequence[Sequence[int]] = (),
-        sources: Collection[str] = SOURCES,
-        prompt: Sequence[int] = (),
+        self, stored: Sequence[Sequence[int]] = (), sources: Collection[str] = SOURCES, prompt: Sequence[int] = ()
     ):
         self.sources = frozenset(sources)
         self.texts = [token_ids(text) for text in stored] if "earlier" in sources else []

@@ -63,13 +63,7 @@ class PPOTrainer:
         self._steps_per_epoch = options.steps_per_epoch(len(setup.dataset))
         self._rows_per_pass = args.per_device_train_batch_size
         self.accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if args.bf16 else "no")
-        kind = self.accelerator.distributed_type
-        if kind not in REPLICATED and not self.accelerator.is_fsdp2:
-            name = "FSDP 1" if kind == DistributedType.FSDP else kind.value
-            raise RolloutError(
-                f"PPO does not support {name}. Launch it with torchrun or with fsdp_version: 2, or take "
-                "trainer.algorithm=grpo"
-            )
+        _check_distributed(self.accelerator)
         self._models = build_models(model, options, setup.rollout.temperature, peft_config)
         self.policy = self._models.trained.policy
         self._sharded = shard(self._models, self.accelerator) if self.accelerator.is_fsdp2 else []
@@ -282,3 +276,14 @@ def _initial_state(args: TrainingArguments, accelerator: Accelerator) -> Trainer
         is_world_process_zero=accelerator.is_main_process,
         is_local_process_zero=accelerator.is_local_main_process,
     )
+
+
+def _check_distributed(accelerator: Accelerator) -> None:
+    """Raises RolloutError where the processes share the policy in a way that PPO does not support."""
+    kind = accelerator.distributed_type
+    if kind not in REPLICATED and not accelerator.is_fsdp2:
+        name = "FSDP 1" if kind == DistributedType.FSDP else kind.value
+        raise RolloutError(
+            f"PPO does not support {name}. Launch it with torchrun or with fsdp_version: 2, or take "
+            "trainer.algorithm=grpo"
+        )

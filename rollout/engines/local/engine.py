@@ -34,8 +34,7 @@ from specrl.rollout.verify import AcceptanceRule, exact
 log = logging.getLogger(__name__)
 OVERLAP = 128
 """Rows from which on two passes of half of them, during which the host works, should take less time than one pass. By
-arithmetic only: the weights are read twice, 1 ms for 1.7 billion in half precision on an H100, and the host's 1 to 6 ms
-are hidden. `python -m benchmarks.gpu` measures it."""
+arithmetic only (an H100 reads 1.7 billion weights in 1 ms, the host takes 1 to 6 ms); `benchmarks.gpu` measures it."""
 
 
 @dataclass(slots=True)
