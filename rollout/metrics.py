@@ -134,4 +134,6 @@ def lossy_metrics(batch: RolloutBatch) -> dict[str, Metric]:
         metrics["spec/escalated_ratio"] = mean(stats.escalated, stats.steps)
     if stats.route_drift:
         metrics["spec/route_drift"] = mean(stats.route_drift, len(divergences))
+    if stats.mismatches:
+        metrics["spec/judge_drift"] = mean(stats.judge_drift, stats.mismatches)
     return metrics

@@ -188,6 +188,10 @@ class EngineStats:
     route_drift: float = 0.0
     """Sum over kept draft tokens of their log-prob under the draft minus that under the policy, and minus the mean of
     this difference when a learned router was trained."""
+    mismatches: int = 0
+    """Draft tokens other than the policy's sample about which a learned judge decided."""
+    judge_drift: float = 0.0
+    """Those of `mismatches` that it accepted, minus as many as it would have when it was trained."""
     drafter_faults: int = 0
     """Rows whose own drafter raised or proposed no token ids; they went on without it."""
     ties: int = 0

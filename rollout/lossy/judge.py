@@ -29,6 +29,8 @@ class Judge(Protocol):
 
     needs_logprobs: bool
     """Whether it compares the distributions of both models."""
+    usual_share: float | None
+    """The share of the mismatches that it accepted when it was trained; None unless it was."""
 
     def unimportant(self, hidden: Tensor, policy: Tensor | None, draft: Tensor | None) -> Sequence[bool]:
         """True where a draft token may be accepted whatever the policy samples.
@@ -47,14 +49,16 @@ class JudgeHead:
         weight: [H] float32.
         bias: scalar.
         threshold: mismatches with a lower probability are accepted; 0 accepts none, which is exact verification.
+        usual_share: see Judge.
     """
 
     needs_logprobs = False
 
-    def __init__(self, weight: Tensor, bias: float, threshold: float):
+    def __init__(self, weight: Tensor, bias: float, threshold: float, usual_share: float | None = None):
         self.weight = weight.float()
         self.bias = bias
         self.threshold = threshold
+        self.usual_share = usual_share
 
     def importance(self, hidden: Tensor) -> Tensor:
         """Probabilities [N] from hidden states [N, H]."""
@@ -66,7 +70,7 @@ class JudgeHead:
 
     def save(self, folder: str | Path, card: dict) -> None:
         """Writes head and card; `card` names the policy by its fingerprint."""
-        write_card(folder, {"kind": "judge", "threshold": self.threshold, **card})
+        write_card(folder, {"kind": "judge", "threshold": self.threshold, "usual_share": self.usual_share, **card})
         save_file({"weight": self.weight, "bias": torch.tensor([self.bias])}, Path(folder) / WEIGHTS)
 
     @classmethod
@@ -81,7 +85,7 @@ class JudgeHead:
             tensors = load_file(Path(folder) / WEIGHTS)
         except (OSError, ValueError) as error:
             raise RolloutError(f"the judge in {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
-        return cls(tensors["weight"], tensors["bias"].item(), card["threshold"])
+        return cls(tensors["weight"], tensors["bias"].item(), card["threshold"], card.get("usual_share"))
 
 
 class KLJudge:
@@ -93,6 +97,7 @@ class KLJudge:
     """
 
     needs_logprobs = True
+    usual_share: float | None = None
 
     def __init__(self, max_kl: float = 0.1, confident: float = 0.9):
         self._max_kl = max_kl

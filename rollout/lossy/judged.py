@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,10 @@ from specrl.rollout.lossy.judge import Judge
 from specrl.rollout.types import EngineStats, Request
 from specrl.rollout.verify import Accepted, TargetSamples, exact
 
+log = logging.getLogger(__name__)
 DRAFT_TOKENS = 16  # of a pass, by default
+DRIFT = 0.2, 200
+"""A change of the share of accepted mismatches that is worth a warning, and in at least how many mismatches."""
 
 
 @dataclass(slots=True)
@@ -87,6 +91,9 @@ class Judged(Drafting):
         self.window = window
         self._eos_ids = sampling.eos_ids
         self._faults = 0
+        self._mismatches = 0
+        self._accepted = 0
+        self._warned = False
 
     def attach(self, policy: PackedModel) -> None:
         self.vocab = policy.vocab
@@ -95,7 +102,7 @@ class Judged(Drafting):
             check_vocab(self._writer.packed.vocab, policy.vocab)
 
     def begin(self, requests: Sequence[Request]) -> None:
-        self._faults = 0
+        self._faults = self._mismatches = self._accepted = 0
 
     def propose(self, rows: Sequence[Response], stats: EngineStats) -> list[Draft]:
         """Stored text where the row has any, else the draft model's."""
@@ -123,6 +130,22 @@ class Judged(Drafting):
 
     def end(self, rows: Sequence[Response], stats: EngineStats) -> None:
         stats.route_faults += self._faults
+        usual = self.judge.usual_share
+        if usual is None:
+            return
+        stats.mismatches += self._mismatches
+        drifted = self._accepted - usual * self._mismatches
+        stats.judge_drift += drifted
+        change, needed = DRIFT
+        if self._mismatches >= needed and abs(drifted) > change * self._mismatches and not self._warned:
+            self._warned = True
+            log.warning(
+                "the judge accepts %.2f of the mismatches, and accepted %.2f when it was trained: the policy has "
+                "changed since, or the texts are others. Train it again with `python -m specrl.train_judge`. From now "
+                "on this is only measured (spec/judge_drift)",
+                self._accepted / self._mismatches,
+                usual,
+            )
 
     def rule(self, key: int, draft: Draft, samples: TargetSamples) -> Accepted:
         """An AcceptanceRule: a draft token is accepted if it equals the policy's sample, or if the judge allows it.
@@ -134,6 +157,7 @@ class Judged(Drafting):
             return exact(key, draft, samples)
         unimportant = self._unimportant(draft, samples)
         n = accept_judged(samples.tokens, draft.tokens, unimportant)
+        self._observe(draft, samples.tokens, unimportant, n)
         ask_later = n == len(draft.tokens) and draft.next_token not in (None, samples.tokens[n])
         end = n if ask_later else n + 1
         accepted = samples.draft_logprobs[:n]
@@ -144,6 +168,13 @@ class Judged(Drafting):
             behaviour=[*judged_logprobs(accepted, draft.logprobs, unimportant), *sampled],
             drafted=n,
         )
+
+    def _observe(self, draft: JudgedDraft, samples: Sequence[int], unimportant: Collection[int], accepted: int) -> None:
+        """Counts the mismatches that the judge decided about, of which the first that it refused ended the draft."""
+        for i in range(min(accepted + 1, len(draft.tokens))):
+            if draft.tokens[i] != samples[i] and not math.isnan(draft.logprobs[i]):
+                self._mismatches += 1
+                self._accepted += i in unimportant
 
     def _continues(self, row: Response, tokens: Sequence[int]) -> bool:
         """Whether the draft model writes another token after the draft `tokens`."""

@@ -105,7 +105,9 @@ def fit_judge(labels: Labels, recall: float) -> tuple[JudgeHead, float] | None:
         logits = labels.hidden[held_out] @ weight + bias
         fits.append((roc_auc(logits.tolist(), truth), weight, bias, logits.sigmoid().tolist()))
     area, weight, bias, chances = max(fits, key=lambda fit: fit[0])
-    return JudgeHead(weight, bias, threshold_for_recall(chances, truth, recall)), area
+    judge = JudgeHead(weight, bias, threshold_for_recall(chances, truth, recall))
+    judge.usual_share = sum(judge.unimportant(labels.hidden, None, None)) / len(labels)
+    return judge, area
 
 
 def threshold_for_recall(scores: Sequence[float], labels: Sequence[bool], recall: float) -> float:

@@ -27,6 +27,7 @@ class Verdicts:
     """A judge that applies a function to all mismatches."""
 
     needs_logprobs = False
+    usual_share = None
 
     def __init__(self, rule):
         self.unimportant = lambda hidden, policy, draft: rule(hidden)
@@ -299,6 +300,29 @@ def test_the_kl_rule_runs_in_the_engine(models, plain):
     assert stats.route_faults == 0
 
 
+@pytest.mark.parametrize(("usual", "warned"), [(0.25, 1), (1.0, 0)])
+def test_the_drift_of_a_learned_judge_is_measured_and_said_once(models, usual, warned, caplog):
+    everything = Verdicts(lambda hidden: [True] * len(hidden))
+    everything.usual_share = usual
+    judging = engine(models, everything)
+    for _ in range(2):
+        done, stats = judging.generate(requests(count=12))
+    written = sum(len(c.tokens) for c in done)
+    assert written / 2 < stats.mismatches <= written, "two models of random weights rarely sample the same token"
+    assert stats.judge_drift == pytest.approx((1 - usual) * stats.mismatches)
+    assert len([record for record in caplog.records if "judge" in record.message]) == warned
+
+
+def test_the_drift_counts_the_mismatch_that_ended_a_draft_and_none_after_it(models):
+    nothing = Verdicts(lambda hidden: [False] * len(hidden))
+    nothing.usual_share = 0.5
+    _, stats = engine(models, nothing).generate(requests())
+    assert 0 < stats.mismatches <= 4 * stats.passes, "at most one of each row in a pass"
+    assert stats.judge_drift == pytest.approx(-0.5 * stats.mismatches)
+    _, other = engine(models, NONE).generate(requests())
+    assert (other.mismatches, other.judge_drift) == (0, 0.0), "one that was not trained has no share to compare with"
+
+
 def test_no_mismatch_asks_no_judge(models, plain):
     asked = requests(stored=[[(token, math.nan) for token in text] for text in plain[1]])
     done, stats = engine(models, Verdicts(raises), draft=None).generate(asked)
@@ -307,11 +331,11 @@ def test_no_mismatch_asks_no_judge(models, plain):
 
 
 def test_a_saved_head_judges_as_before_and_for_its_policy_only(tmp_path):
-    head = JudgeHead(torch.randn(8, generator=torch.Generator().manual_seed(1)), 0.25, 0.4)
+    head = JudgeHead(torch.randn(8, generator=torch.Generator().manual_seed(1)), 0.25, 0.4, 0.75)
     head.save(tmp_path, {"policy": "p"})
     loaded = JudgeHead.load(tmp_path, policy="p")
     hidden = torch.randn(16, 8, generator=torch.Generator().manual_seed(2))
     assert torch.equal(loaded.importance(hidden), head.importance(hidden))
-    assert loaded.threshold == 0.4
+    assert (loaded.threshold, loaded.usual_share) == (0.4, 0.75)
     with pytest.raises(RolloutError, match="trained for another policy"):
         JudgeHead.load(tmp_path, policy="q")
