@@ -157,7 +157,7 @@ def test_judged_cached_text_is_corrected_by_its_behaviour_log_probs(toy, judge, 
     ids=["as the policy's own", "log-probs of the last verifier", "a judge that reads the token"],
 )
 def test_other_log_probs_leave_a_bias(toy, wrong):
-    """The last one is admitted in docs/guarantees.md: a judge that reads the token selects."""
+    """The last one is admitted in docs/lossy.md: a judge that reads the token selects."""
     assert judged_z(toy, **{"judge": everything, **wrong}) > 7
 
 

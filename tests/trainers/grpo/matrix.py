@@ -1,4 +1,4 @@
-"""A script of TRL with drafts and without, for one cell of the table of docs/trl.md; an error if they differ.
+"""A script of TRL with drafts and without, for one combination of docs/trl.md; an error if they differ.
 
     python -m tests.trainers.grpo.matrix OUT MODE KIND,KIND,... [URL]
 
