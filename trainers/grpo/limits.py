@@ -124,6 +124,16 @@ def check_args(args: GRPOConfig, given: Mapping[str, Any]) -> None:
         raise _refused(f"top_k={top_k!r}", "expected a number of tokens. Use top_k=0 to keep all")
 
 
+def check_drafter(config: RolloutConfig, args: GRPOConfig) -> None:
+    """Raises RolloutError for a draft model that nothing would ask."""
+    if config.drafter and args.use_vllm:
+        raise _refused(
+            f"RolloutConfig(drafter={config.drafter!r}) with use_vllm=True",
+            "the vLLM that TRL starts has no draft model. Leave the drafter out, use_vllm=False, or take "
+            "python -m specrl.train",
+        )
+
+
 def _check_vllm(args: GRPOConfig, entries: Mapping[str, Any], turns: list[str]) -> None:
     for name, value in entries.items():
         if name not in OF_VLLM:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.types import RolloutError
-from specrl.trainers.grpo.limits import check_args, check_config, check_seam
+from specrl.trainers.grpo.limits import check_args, check_config, check_drafter, check_seam
 from specrl.trainers.grpo.reuse import Reuse, SaveTrajectories
 from specrl.trainers.grpo.vllm import check_server, keyed_vllm
 from specrl.trainers.tools import ToolResults
@@ -63,6 +63,7 @@ class _Reusing:
         given = bound.arguments
         if (arguments := given.get("args")) is not None:
             check_args(arguments, given)
+            check_drafter(self.specrl_config, arguments)
             check_server(arguments)
         results = ToolResults()
         if tools := given.get("tools"):

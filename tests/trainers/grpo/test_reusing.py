@@ -18,6 +18,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 from specrl import reusing
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache, load
 from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.local.head import Head
 from specrl.rollout.keys import Visits
 from specrl.rollout.sections import CacheConfig
 from specrl.rollout.speculative import SpeculativeRollout
@@ -322,6 +323,22 @@ def test_options_of_vllm_that_it_cannot_obey_are_refused_before_a_model_is_loade
     args = GRPOConfig(str(tmp_path), use_vllm=True, use_cpu=True, bf16=False, **options)
     with pytest.raises(RolloutError, match=words):
         reusing(GRPOTrainer)("no-such-model", args=args, reward_funcs=len)
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_a_draft_model_that_trls_vllm_would_not_ask_is_refused_before_a_model_is_loaded(mode, tmp_path):
+    args = GRPOConfig(str(tmp_path), use_vllm=True, vllm_mode=mode, use_cpu=True, bf16=False)
+    with pytest.raises(RolloutError, match=r"drafter='head-of-mine'.*use_vllm=False"):
+        reusing(GRPOTrainer, RolloutConfig(drafter="head-of-mine"))("no-such-model", args=args, reward_funcs=len)
+
+
+@pytest.mark.slow
+def test_a_draft_model_changes_nothing_but_time(tmp_path):
+    model, _ = load_tiny()
+    Head.of(model).save_pretrained(tmp_path / "head")
+    drafting = train(tmp_path / "exact", RolloutConfig(drafter=str(tmp_path / "head"), sources=["position"]))
+    assert_equal(drafting, train(tmp_path / "off", RolloutConfig(acceptance="off")))
+    assert any(turn.batch.stats.sources.get("model", (0, 0))[0] for batch in drafting.batches for turn in batch.turns)
 
 
 def test_several_turns_on_a_server_need_one_process(idle, monkeypatch):
