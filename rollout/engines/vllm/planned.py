@@ -22,6 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from specrl.rollout.drafting.budget import AcceptanceBucket, State
+from specrl.rollout.drafting.cost import emitted
 from specrl.rollout.drafting.draft import EMPTY, Draft
 from specrl.rollout.engines.response import refuse_unusable
 from specrl.rollout.engines.vllm.batch import VLLMRow
@@ -32,12 +33,20 @@ from specrl.rollout.verify import Accepted, accept_exact
 
 MODEL_TOKENS = 8
 """Most tokens of a draft model in one step: each costs a pass of the model for all rows, whether it is used or not."""
+MODEL_PASS = 0.06
+"""Seconds of such a pass, of those of a step without drafts but with these passes: about those of a head."""
 
 
 class PlannedScheduler(Scheduler):
     """vLLM's scheduler, whose steps verify the drafts of `adapter` once it is set."""
 
     adapter: PlannedAdapter | None = None
+
+    def schedule(self, *args, **options) -> SchedulerOutput:
+        plan = super().schedule(*args, **options)
+        if self.adapter is not None:
+            plan.num_spec_tokens_to_schedule = self.adapter.model_tokens
+        return plan
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput):
         if self.adapter is not None:
@@ -59,6 +68,8 @@ class PlannedAdapter:
 
     flow: Flow
     with_model: bool
+    model_tokens: int = MODEL_TOKENS
+    """What the draft model proposes for each row in the next step."""
 
     def install(self, llm: LLM) -> None:
         """Makes vLLM's scheduler and workers verify the drafts of the flow."""
@@ -143,17 +154,39 @@ class PlannedAdapter:
         active = [row for row in rows if row]
         plan = budget.plan([_bucket(row) if row.drafting else None for row in active])
         longest = self.flow.budget.share(len(active), len(active), MODEL_TOKENS)
+        wanted = []
         for i, (row, tokens) in enumerate(zip(rows, proposed, strict=True)):
             if row is None or not row.drafting:
                 continue
             bucket = _bucket(row)
             row.by_model = [*tokens[: max(0, min(MODEL_TOKENS, row.remaining - 1))]]
-            length = min(plan.lengths[bucket], longest, len(row.by_model))
-            gain = budget.gain(bucket, length, plan.needed)
-            if length and gain > budget.gain(row.bucket, len(drafts[i]), plan.needed):
+            by_text = budget.gain(row.bucket, len(drafts[i]), plan.needed)
+            most = min(plan.lengths[bucket], longest)
+            if budget.gain(bucket, most, plan.needed) > by_text:
+                wanted.append((budget.acceptance(bucket), most))
+            length = min(most, len(row.by_model))
+            if length and budget.gain(bucket, length, plan.needed) > by_text:
                 row.draft = Draft(row.by_model[:length], "model")
                 drafts[i] = row.by_model[:length]
+        fixed, token_s = budget.cost(len(active))
+        seconds = fixed + token_s * (len(active) + sum(map(len, drafts)))
+        self.model_tokens = worth_proposing(wanted, len(active) * MODEL_PASS * fixed / seconds)
         return drafts
+
+
+def worth_proposing(wanted: Sequence[tuple[float, int]], price: float) -> int:
+    """Tokens that a draft model should propose for all rows, 1 to MODEL_TOKENS: its first pass reads what is new anyway.
+
+    A row's k-th token saves p^k / E(k) of a step, see Budget.
+
+    Args:
+        wanted: rows that would verify the model's draft: acceptance probability, and most tokens.
+        price: of a pass of the model, in steps of one row.
+    """
+    for k in range(2, MODEL_TOKENS + 1):
+        if sum(p**k / emitted(p, k) for p, most in wanted if most >= k) < price:
+            return k - 1
+    return MODEL_TOKENS
 
 
 def _bucket(row: VLLMRow) -> AcceptanceBucket:
@@ -199,9 +232,9 @@ def propose_with_model(runner: Any) -> None:
     latest: list[Tensor] = []
 
     def propose_some(input_batch, *arguments, dummy_run: bool = False, **options) -> Tensor:
-        options["num_speculative_tokens"] = most
+        count = options["num_speculative_tokens"] = min(most, options.get("num_speculative_tokens") or most)
         drafts = propose(input_batch, *arguments, dummy_run=dummy_run, **options)
-        latest[:] = [drafts[:, :most]]
+        latest[:] = [drafts[:, :count]]
         return drafts
 
     def take_draft_token_ids() -> DraftTokenIds:
