@@ -132,7 +132,7 @@ RUNS = {
 def test_every_script_is_run():
     paths = (ROOT / "benchmarks" / "research").iterdir()
     scripts = {path.stem for path in paths if path.suffix == ".py" and "__main__" in path.read_text()}
-    assert scripts | {"counts", "selfspec", "equivalence"} == set(RUNS)
+    assert scripts | {"counts", "selfspec", "equivalence"} == set(RUNS) | {"vllm_head"}, "which head_cases.py runs"
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -73,6 +73,7 @@ _V2 = {
     f"{_GPU}sample.states:SamplingStates": "temperature top_k vocab_size",
     "vllm.v1.worker.gpu_worker:Worker": "weight_transfer_engine get_draft_model",
     "vllm.v1.worker.gpu_worker:Worker.load_model": "self load_dummy_weights",
+    f"{_SCHEDULER}output:SchedulerOutput": "num_spec_tokens_to_schedule",
     f"{_SCHEDULER}scheduler:Scheduler.add_request": "self request",
     f"{_SCHEDULER}scheduler:Scheduler.update_draft_token_ids": "self draft_token_ids",
     f"{_SCHEDULER}scheduler:Scheduler.update_from_output": "self scheduler_output model_runner_output",

@@ -1,21 +1,28 @@
 """vLLM drafts with a head on the policy's hidden states. test_vllm_v2.py runs this file under vllm_shim."""
 # ruff: noqa: F811 - the fixture of device_cases, which tests name as an argument
 
+import json
+import time
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from vllm.config import CUDAGraphMode
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
+from benchmarks import ablation
+from benchmarks.research import vllm_head
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import Head
-from specrl.rollout.engines.vllm import sampler, worker
+from specrl.rollout.engines.vllm import planned, sampler, worker
 from specrl.rollout.engines.vllm.weights import WeightCheck
 from specrl.rollout.types import RolloutError
+from specrl.tiny import load_tiny
 from specrl.trainers.weights import PolicyWeights
 from tests.rollout.engines.local.test_head import LENGTH, by_hand
 from tests.rollout.engines.vllm.device_cases import acceptance, engine_of  # noqa: F401 - a fixture
@@ -111,6 +118,34 @@ def test_it_drafts_beside_texts(case, heads, saved):
         close(engine)
 
 
+def test_it_runs_as_often_as_rows_can_use_its_tokens(case, heads, saved, monkeypatch):
+    """Once a step where no row drafts, so that it has read all text: plain decoding must not pay for its drafts."""
+    *_, cases, want = case
+    asked, propose = [], EagleSpeculator.propose
+
+    def record(*arguments, **options):
+        asked.append(options.get("num_speculative_tokens"))
+        return propose(*arguments, **options)
+
+    monkeypatch.setattr(EagleSpeculator, "propose", record)
+    engine = start(spec_of(saved("qwen3")[1], drafter=heads, draft_tokens=8))
+    try:
+        counts = {}
+        for plain in (True, False):
+            asked.clear()
+            done, _ = engine.generate([replace(request, plain=plain) for request in requests_of(cases)])
+            assert differing(done, want, 1e-4) == []
+            counts[plain] = asked[1:]  # the first step reads prompts
+        assert {*counts[True]} == {1}
+        assert max(counts[False]) > 1
+        monkeypatch.setattr(planned, "worth_proposing", lambda offers, price: planned.MODEL_TOKENS)
+        asked.clear()
+        engine.generate([replace(request, plain=True) for request in requests_of(cases)])
+        assert {*asked} == {planned.MODEL_TOKENS}, "control"
+    finally:
+        close(engine)
+
+
 def test_it_follows_the_updates(engine_of, case, heads, guesses):
     """Its weights are matched by name. Embedding and output layer are always the policy's current ones."""
     model, head, cases, want = case
@@ -143,6 +178,29 @@ def test_it_is_a_speculator_of_vllms_too(engine_of, case, heads):
     assert differing(done, want, 1e-4) == []
     (drafted, accepted) = stats.sources["eagle"]
     assert accepted > 0.2 * drafted
+
+
+def test_the_counts_of_the_ablation_run_to_their_end(tmp_path, monkeypatch, capsys):
+    """At their smallest size. Their figures and verdict are in benchmarks/research."""
+    model, _ = load_tiny()
+    Head.of(model).save_pretrained(tmp_path / "head")
+    monkeypatch.setattr(ablation, "REGIMES", {"little drift": 0.02})
+    monkeypatch.setattr(ablation, "OTHERS", 8)
+    monkeypatch.setattr(vllm_head, "KINDS", {"head + texts": vllm_head.KINDS["head + texts"]})
+    monkeypatch.setattr(vllm_head, "COUNTED", 2)
+    for module, replaced in (
+        (time, "perf_counter"),
+        (Scheduler, "update_from_output"),
+        (planned, "propose_with_model"),
+    ):
+        monkeypatch.setattr(module, replaced, getattr(module, replaced))  # what the script replaces is put back
+    config = vllm_head.VLLMHeadConfig(drafter=str(tmp_path / "head"), rows=[2], tokens=4, out=str(tmp_path / "out"))
+    assert vllm_head.main(config) == 0
+    (cell,) = json.loads((tmp_path / "out").read_text())["cells"]
+    assert cell["passes"]["head"] >= cell["passes"]["policy"] >= 2
+    assert cell["computed"] == 2 * cell["passes_a_row"] + sum(
+        drafted for drafted, _ in cell["drafted_accepted"].values()
+    )
 
 
 def test_a_head_of_another_policy_is_refused_before_anything_is_loaded(saved, heads, tmp_path):

@@ -123,6 +123,18 @@ def test_a_model_that_is_never_right_leaves_rows_to_their_texts(engine_of, halve
     assert drafted["custom"] > 4 * drafted.get("model", 0)
 
 
+def test_a_model_proposes_the_tokens_that_save_more_than_its_passes_cost():
+    """At p = 1/2 a step with 1, 2, 3 or 4 tokens emits 1.5, 1.75, 1.875 or 1.9375."""
+    row = (1.0, 0.5, 8)
+    prices = (0.2, 0.15, 0.05, 0.025)  # 1.75 / 1.5 = 1.17, (1.875 / 1.75 - 1) = 0.071, (1.9375 / 1.875 - 1) = 0.033
+    assert [planned.worth_proposing([row] * 2, price) for price in prices] == [1, 2, 3, 4]
+    by_text = (4.0, 0.5, 8)
+    assert planned.worth_proposing([by_text], 0.01) == 1, "no row gains"
+    assert planned.worth_proposing([by_text, row], 0.15) == 1, "one of two rows gains, and both pay"
+    assert planned.worth_proposing([(1.0, 0.0, 0)], 0.01) == 1, "a row that does not draft"
+    assert planned.worth_proposing([], 0.1) == planned.MODEL_TOKENS, "no row has begun"
+
+
 def test_the_model_follows_the_updates(saved, engine_of, some, drafters):
     cases, want = some()
     model, _ = saved("qwen3")
