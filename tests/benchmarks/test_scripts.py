@@ -23,7 +23,7 @@ def test_rivals(monkeypatch, tmp_path):
 
     monkeypatch.setitem(process.USERS, "TORCH_COMPILE_DISABLE", "1")  # a user's vLLM compiles, for half a minute
 
-    monkeypatch.setattr(rivals, "METHODS", {"": "vLLM", "suffix": "vLLM + suffix"})  # each is a process of its own
+    monkeypatch.setattr(rivals, "METHODS", {"": "vLLM"})  # each is a process of its own
     words = ["config=grpo_math_vllm", "rows=8", "repeats=1", "rollout.max_new_tokens=8", f"out={tmp_path / 'out.json'}"]
     assert cli.run(rivals.main, words, PairConfig, training=False) == 0
     methods = {line["method"]: line for line in figures(tmp_path / "out.json")["methods"]}

@@ -199,19 +199,17 @@ def run_evaluate(folder, draft, capsys, *more):
     return code, json.loads(out) if code == 0 else err
 
 
-@pytest.mark.parametrize("kind", ["likelihood", "rsd", "arbitrage"])
-def test_evaluation_with_a_router_reports_its_cost(kind, trained, prm, draft, tmp_path, capsys):
-    path = {"rsd": prm, "arbitrage": trained}.get(kind, "")
+@pytest.mark.parametrize("kind", ["likelihood", "arbitrage"])
+def test_evaluation_with_a_router_reports_its_cost(kind, trained, draft, tmp_path, capsys):
+    path = trained if kind == "arbitrage" else ""
     options = ["rollout.acceptance=routed", f"rollout.routed.by={kind}", f"rollout.routed.path={path}"]
-    code, all_policy = run_evaluate(
-        tmp_path, draft, capsys, *options, f"rollout.routed.threshold={1 if kind == 'rsd' else 0}"
-    )
+    code, all_policy = run_evaluate(tmp_path, draft, capsys, *options, "rollout.routed.threshold=0")
     assert code == 0
     assert all_policy["eval/policy_tokens_ratio"] == 1.0
     _, plain = run_evaluate(tmp_path, draft, capsys, "rollout.drafter=")
     same = ("eval/reward", "eval/mean_length")
     assert {k: all_policy[k] for k in same} == {k: plain[k] for k in same}, "every step was escalated"
-    most = {"likelihood": 99, "rsd": 0, "arbitrage": 1}[kind]
+    most = {"likelihood": 99, "arbitrage": 1}[kind]
     code, some = run_evaluate(tmp_path, draft, capsys, *options, f"rollout.routed.threshold={most}")
     assert code == 0
     assert some["eval/policy_tokens_ratio"] < 1
@@ -280,7 +278,6 @@ def test_uncorrected_training_takes_an_explicit_word():
 @pytest.mark.parametrize(
     ("acceptance", "by", "threshold", "correction"),
     [
-        ("routed", "likelihood", 4.0, "token_truncate"),
         ("routed", "likelihood", 4.0, "none"),
         ("judged", "kl", 9.0, "sequence_truncate"),
     ],
@@ -307,18 +304,17 @@ def test_grpo_trains_on_text_that_the_draft_wrote(acceptance, by, threshold, cor
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("acceptance", "by"), [("routed", "rsd"), ("judged", "kl")])
-def test_workers_train_on_drafted_text_as_one_process(acceptance, by, prm, draft, tmp_path):
+def test_workers_train_on_drafted_text_as_one_process(prm, draft, tmp_path):
     """Each worker has a policy, a draft model and what decides about its text; the policy changes at every step.
 
     The loss takes the engine's log-probs, which another batch rounds otherwise in the last bits.
     """
     options = {
-        "rollout__acceptance": acceptance,
+        "rollout__acceptance": "routed",
         "rollout__sources": "[]",
         "rollout__drafter": draft,
-        f"rollout__{acceptance}__by": by,
-        f"rollout__{acceptance}__threshold": {"rsd": 0.5, "kl": 9}[by],
+        "rollout__routed__by": "rsd",
+        "rollout__routed__threshold": 0.5,
         "rollout__routed__path": prm,
         "rollout__routed__separators": "[' ', ',', '=', ':']",
         "trainer__epochs": 1,
