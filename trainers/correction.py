@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from specrl.rollout.config import RolloutConfig
 from specrl.rollout.reduction import Metric, highest, lowest, mean
+from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion
 from specrl.trainers.config import TrainerConfig
 
@@ -64,22 +64,17 @@ def measured_weights(
 
 
 class Importance:
-    """Which log-probs are pi_old, and the weights of tokens that another distribution or engine sampled.
+    """Which log-probs are pi_old, and the weights of tokens that another distribution or engine sampled."""
 
-    Args: own_weights: the engine has a copy of the policy's weights, which may be rounded.
-    """
-
-    def __init__(self, options: TrainerConfig, rollout: RolloutConfig, *, own_weights: bool):
+    def __init__(self, options: TrainerConfig, source: SpeculativeRollout):
         self._options = options
-        self._rollout = rollout
-        rounded_copy = options.precision == "bf16" and own_weights
-        self._other_numerics = rounded_copy or rollout.engine != "transformers"
+        self._source = source
 
     @property
     def old_from_engine(self) -> bool:
         """True if the engine's log-probs are pi_old, False if the trainer computes pi_old."""
         source = self._options.old_logprobs
-        return source == "engine" or (source == "auto" and self._rollout.lossy)
+        return source == "engine" or (source == "auto" and self._source.config.lossy)
 
     def weights(
         self,
@@ -96,8 +91,11 @@ class Importance:
             mask: 1 for tokens that the policy sampled [B, T].
             policy_logprobs: returns the trainer's log-probs [B, T]; called only if they are needed.
         """
-        options, lossy = self._options, self._rollout.lossy
-        if not lossy and (not self._other_numerics or self.old_from_engine or options.correction == "none"):
+        options, config = self._options, self._source.config
+        lossy = config.lossy
+        rounded_copy = options.precision == "bf16" and self._source.engine.own_weights
+        other_numerics = rounded_copy or config.engine != "transformers"
+        if not lossy and (not other_numerics or self.old_from_engine or options.correction == "none"):
             return None, {}
         logp = rollout_logprobs if lossy else policy_logprobs()
         behaviour = rollout_logprobs

@@ -71,7 +71,7 @@ class Rollouts:
         keeps_all_tokens = (setup.rollout.top_p, setup.rollout.top_k) == (1.0, 0)
         strict = self.exact_bits and keeps_all_tokens
         self._control = Control(self.source, self._score_tokens, gather_object, strict=strict)
-        self._importance = Importance(setup.trainer, self.source.config, own_weights=self.engine.own_weights)
+        self._importance = Importance(setup.trainer, self.source)
         self._visits = Visits()
         self._sent: int | None = None
         self._fields: dict[str, dict] = {}
