@@ -71,7 +71,7 @@ def _learned(config: Config) -> Iterator[str]:
     if command and _absent(options.path, config.output_dir, hub=False):
         yield (
             f"rollout.{acceptance}.path={options.path} does not exist, which rollout.{acceptance}.by={options.by} "
-            f"needs. Make it first: python -m specrl.{command} config={config.name} out={options.path} "
+            f"needs. Make it first, with this run's config: python -m specrl.{command} out={options.path} "
             f"({CONFIG_COMMENT})."
         )
 

@@ -31,11 +31,11 @@ def start(tmp_path, monkeypatch, capsys):
         (
             f"config=arbitrage_math rollout.drafter={TINY_PATH} rollout.acceptance=routed",
             "rollout.routed.path=outputs/router does not exist, which rollout.routed.by=arbitrage needs. Make it "
-            "first: python -m specrl.train_router config=arbitrage_math out=outputs/router (",
+            "first, with this run's config: python -m specrl.train_router out=outputs/router (",
         ),
         (
             f"config=judge_math rollout.drafter={TINY_PATH} rollout.acceptance=judged",
-            "python -m specrl.train_judge config=judge_math out=outputs/judge (",
+            "python -m specrl.train_judge out=outputs/judge (",
         ),
         ("config=grpo_math rollout.drafter=./draft", "rollout.drafter=./draft does not exist."),
     ],
