@@ -25,7 +25,7 @@ from specrl.results import tables
 from specrl.results.records import EVALUATION_COST, load_run
 from specrl.rollout.sections import doc
 from specrl.rollout.types import RolloutError
-from specrl.run import memory
+from specrl.run import stored_texts
 from specrl.run.machine import machine
 
 SETTINGS = {
@@ -50,7 +50,7 @@ def main(config: EvaluationsConfig, words: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="specrl-evaluations-") as name:
         folder = Path(name)
         evals = {"last texts": train(folder, given, "kept")}
-        with mock.patch.object(memory, "last_texts", return_value=None):
+        with mock.patch.object(stored_texts, "last_texts", return_value=None):
             evals["no last texts"] = train(folder, given, "without")
         evals["plain"] = train(folder, given | {"rollout.acceptance": "off"}, "plain")
     same = [[figures(record) for record in records] for records in evals.values()]

@@ -85,7 +85,9 @@ class JudgeHead:
             tensors = load_file(Path(folder) / WEIGHTS)
         except (OSError, ValueError) as error:
             raise RolloutError(f"the judge in {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
-        return cls(tensors["weight"], tensors["bias"].item(), card["threshold"], card.get("usual_share"))
+        if lacking := {"threshold", "usual_share"} - card.keys():
+            raise RolloutError(f"the judge in {folder} has no {min(lacking)}; train it again")
+        return cls(tensors["weight"], tensors["bias"].item(), card["threshold"], card["usual_share"])
 
 
 class KLJudge:

@@ -22,9 +22,9 @@ from specrl.rollout.speculative import SpeculativeRollout
 from specrl.run import policy
 from specrl.run.data import Example, left_out, to_dataset
 from specrl.run.lora import adapter
-from specrl.run.memory import Memory
 from specrl.run.prompts import Prompt, chat_template, check_lengths, described, render
 from specrl.run.run_dir import RunDir, data_digests, same_data
+from specrl.run.stored_texts import StoredTexts
 from specrl.trainers.callbacks import ShortHistory, StopOnSignal
 from specrl.trainers.checkpoint import EVALUATIONS, TRAJECTORIES, Checkpoint, CompleteCheckpoint, writing
 from specrl.trainers.conversations import Tools
@@ -112,10 +112,10 @@ def build(
     if checkpoint:
         data = same_data(checkpoint.marker()["data"], data, config.data)
     prompts = {example.id: render(example, tokenizer, config.dataset) for example in train}
-    memory = Memory.load(config, run_dir.path, tokenizer, model, eos_ids, checkpoint, data)
+    stored = StoredTexts.load(config, run_dir.path, tokenizer, model, eos_ids, checkpoint, data)
 
     with ExitStack() as stack:
-        stack.callback(memory.close)
+        stack.callback(stored.close)
         rewards = stack.enter_context(closing(load_rewards(config.reward)))
         if config.cluster.num_workers:
             from specrl.run.cluster import connect
@@ -127,7 +127,7 @@ def build(
             engine = make_engine(config, policy.engine_spec(config, eos_ids), trained)
             stack.callback(engine.close)
             return SpeculativeRollout(
-                engine, memory.cache, config.rollout, config.seed, memory.evaluations, memory.twin
+                engine, stored.cache, config.rollout, config.seed, stored.evaluations, stored.twin
             )
 
         setup = Setup(
@@ -137,7 +137,7 @@ def build(
             make_rollout=make_rollout,
             rollout=config.rollout,
             trainer=config.trainer,
-            keeping=memory.keeping,
+            keeping=stored.keeping,
             tools=toolbox(config, tokenizer),
             max_turns=config.dataset.max_turns,
         )

@@ -52,7 +52,9 @@ def run_evaluate(folder, draft, capsys, *more):
 
 
 def test_the_report_compares_the_rules(trained):
-    report = json.loads((trained / "router.json").read_text())["report"]
+    card = json.loads((trained / "router.json").read_text())
+    report = card["report"]
+    assert 0 < card["usual_share"] < 1
     assert 0 < report["important"] < report["mismatches"]
     rules = {line["rule"]: line for line in report["rules"]}
     assert list(rules) == ["exact", "judge", "shuffled labels", "KL rule"]

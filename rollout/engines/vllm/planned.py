@@ -34,7 +34,8 @@ from specrl.rollout.verify import Accepted, accept_exact
 MODEL_TOKENS = 8
 """Most tokens of a draft model in one step: each costs a pass of the model for all rows, whether it is used or not."""
 MODEL_PASS = 0.06
-"""Such a pass as a share of a step that verifies no draft: 0.95 of 15.6 ms for a head of a 7B policy on a GPU."""
+"""Such a pass as a share of a step that verifies no draft: 0.95 of 15.6 ms for a head of a 7B policy with 150 rows, by
+the cost formula of benchmarks/research/budget.py. No GPU has measured it."""
 
 
 class PlannedScheduler(Scheduler):
@@ -187,11 +188,11 @@ def worth_proposing(offers: Sequence[tuple[float, float, int]], price: float) ->
     if not offers:
         return MODEL_TOKENS
 
-    def seconds(k: int) -> float:
-        rates = (1 / max(by_text, emitted(p, min(k, most))) for by_text, p, most in offers)
-        return (1 + price * (k - 1)) * sum(rates)
-
-    return min(range(1, MODEL_TOKENS + 1), key=seconds)
+    by_text, chances, most = np.array(offers).T[:, :, None]
+    counts = np.arange(1, MODEL_TOKENS + 1)
+    by_model = 1 + np.where(counts <= most, chances**counts, 0.0).cumsum(1)
+    steps = (1 / np.maximum(by_text, by_model)).sum(0)
+    return int(counts[(steps * (1 + price * (counts - 1))).argmin()])
 
 
 def _bucket(row: VLLMRow) -> AcceptanceBucket:

@@ -13,6 +13,7 @@ from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.keys import derive_key
 from specrl.rollout.lossy.judge import JudgeHead, KLJudge
 from specrl.rollout.lossy.judged import accept_judged
+from specrl.rollout.lossy.pair import write_card
 from specrl.rollout.types import Request, RolloutError
 from specrl.rollout.verify import accept_exact
 from tests.engines import judged as judged_engine
@@ -339,3 +340,6 @@ def test_a_saved_head_judges_as_before_and_for_its_policy_only(tmp_path):
     assert (loaded.threshold, loaded.usual_share) == (0.4, 0.75)
     with pytest.raises(RolloutError, match="trained for another policy"):
         JudgeHead.load(tmp_path, policy="q")
+    write_card(tmp_path, {"kind": "judge", "policy": "p", "threshold": 0.4})
+    with pytest.raises(RolloutError, match="no usual_share; train it again"):
+        JudgeHead.load(tmp_path, policy="p")

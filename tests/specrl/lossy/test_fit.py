@@ -54,6 +54,7 @@ def test_a_judge_is_fitted_on_some_problems_and_chosen_on_others():
     chances = (x @ fitted.weight + fitted.bias).sigmoid()
     caught = ((chances >= fitted.threshold) & y)[labels.held_out].sum() / y[labels.held_out].sum()
     assert caught >= 0.9
+    assert fitted.usual_share == pytest.approx((chances < fitted.threshold).float().mean().item())
     assert area == pytest.approx(roc_auc(chances[labels.held_out].tolist(), y[labels.held_out].tolist()), abs=1e-3)
     assert ((chances > 0.5) & y).sum() / y.sum() > 0.8, "the rarer class weighs as much as the other"
     _, shuffled = fit_judge(Labels(*data(400, 0, meaning=False), problem), 0.9)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """The stored texts of a run; each is None where the run has no use for it."""
+class StoredTexts:
+    """Of a run; each is None where the run has no use for it."""
 
     cache: TrajectoryCache | None
     """The training responses of earlier visits."""
@@ -45,7 +45,7 @@ class Memory:
         eos_ids: frozenset[int],
         checkpoint: Checkpoint | None,
         data: Mapping[str, str],
-    ) -> Memory:
+    ) -> StoredTexts:
         """What the run resumes with.
 
         Args:
