@@ -65,6 +65,7 @@ def json_file(out: Path, printed: str) -> dict[str, Any]:
 RIVALS = "benchmarks.rivals config=grpo_math_vllm rows=32 out={out}/result.json"
 COMPILED = ONE_THREAD | {"TORCH_COMPILE_DISABLE": "0"}
 AHEAD = "benchmarks.ahead out={out}/result.json"
+TWINS = "benchmarks.twins out={out}/result.json"
 SMALL = "trainer.prompts_per_step=2 dataset.train_size=32"
 LONG = "rollout.max_new_tokens=220 rollout.tokens_per_pass=4096"
 FIGURES = {
@@ -101,6 +102,12 @@ FIGURES = {
     "ahead": Figure((AHEAD,), json_file),
     "ahead-small": Figure((f"{AHEAD} {SMALL}",), json_file),
     "ahead-fresh": Figure((f"{AHEAD} case=fresh trainer.epochs=1 {SMALL}",), json_file),
+    "evaluations": Figure(("benchmarks.evaluations out={out}/result.json",), json_file, ONE_THREAD),
+    "turns": Figure(("benchmarks.turns out={out}/result.json",), json_file, ONE_THREAD),
+    "twins": Figure((TWINS,), json_file, ONE_THREAD),
+    "twins-vllm": Figure(
+        (f"{TWINS} rollout.engine=vllm 'arms=[the same again,beta 0.02,lr x 0.5,ppo]'",), json_file, ONE_THREAD
+    ),
 }
 
 

@@ -205,6 +205,63 @@ def ahead() -> list[str]:
     )
 
 
+def twins() -> list[str]:
+    """Passes of a row, mean and slowest, of runs without and with another run's log, by epoch and engine."""
+    rows = []
+    for name, engine in (("twins", ""), ("twins-vllm", "vLLM: ")):
+        for arm in load(name)["result"]["arms"]:
+            sides = [side for pair in zip(arm["without"], arm["with"], strict=True) for side in pair]
+            rows.append((engine + arm["arm"], *(passes(side, "") for side in sides)))
+    columns = [f"{n} {side}" for n in (1, 2, 3) for side in ("without", "with the log")]
+    return tables.markdown(("run B", *(f"epoch {column}" for column in columns)), rows)
+
+
+def evaluations() -> list[str]:
+    """Passes of a row and seconds of the evaluations of a run, by source of the drafts."""
+    evals = load("evaluations")["result"]["evaluations"]
+    shown = {"last texts": "from the last evaluation", "no last texts": "without its texts", "plain": "none"}
+    rows = [
+        (shown[name], *(f"{passes(record, 'eval/')}, {record['eval/gen_s']:.1f} s" for record in records))
+        for name, records in evals.items()
+    ]
+    return tables.markdown(("drafts", *(f"step {record['step']}" for record in evals["plain"])), rows)
+
+
+def passes(record: dict[str, Any], prefix: str) -> str:
+    """Passes of the mean and of the slowest row."""
+    return f"{record[prefix + 'passes_per_row']:.1f} / {record[prefix + 'passes_max']:.0f}"
+
+
+def turns() -> list[str]:
+    """Passes and seconds of conversations by visit, and what kept results of a tool save."""
+    lines = load("turns")["result"]["turns"]
+    rows = []
+    for visit in sorted({line["visit"] for line in lines}):
+        of = [line for line in lines if line["visit"] == visit]
+        sums = {key: sum(line[key] for line in of) for key in ("passes plain", "passes drafted")}
+        seconds = {key: sum(line[key] for line in of) for key in ("seconds plain", "seconds drafted")}
+        cells = (*(f"{sums[key]}" for key in sums), *(f"{seconds[key]:.1f}" for key in seconds))
+        rows.append((f"epoch {visit}", *cells))
+    return tables.markdown(("all turns", "passes without drafts", "with", "seconds without", "with"), rows)
+
+
+def tool_calls() -> list[str]:
+    """Calls of a tool and the time that they took, with every call made and with results kept."""
+    rows = [
+        (
+            f"{row['tool ms']} ms",
+            *(str(row[f"calls, {kind}"]) for kind in TOOL),
+            *(f"{row[f'tool s, {kind}']:.1f} s" for kind in TOOL),
+        )
+        for row in load("turns")["result"]["tools"]
+    ]
+    columns = ("a call takes", "calls, each made", "results kept", "waits, each made", "results kept")
+    return tables.markdown(columns, rows)
+
+
+TOOL = ("every call", "results kept")
+
+
 def whole_runs() -> list[str]:
     """Seconds by phase of the run without drafts and of the one with them."""
     rows = load("whole-runs")["result"]["paired"]["savings"]
@@ -221,4 +278,8 @@ BLOCKS: dict[str, Callable[[], list[str]]] = {
     "sources": sources,
     "ahead": ahead,
     "whole-runs": whole_runs,
+    "twins": twins,
+    "evaluations": evaluations,
+    "turns": turns,
+    "tool-calls": tool_calls,
 }
