@@ -144,6 +144,6 @@ def rule_and_drafting(
         from specrl.rollout.engines.base import Limits
         from specrl.rollout.engines.local.head import drafter_of
 
-        model = drafter_of(drafter, sampling, Limits.of(config), config.local.drafter_vocab)
+        model = drafter_of(drafter, sampling, Limits.of(config), config.drafter_vocab)
     contexts = ContextTable() if "contexts" in config.sources else None
     return exact, Drafting(Budget(config.budget.window), contexts, model, "redraw" in config.sources)

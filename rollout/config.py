@@ -61,6 +61,9 @@ class RolloutConfig:
         "head, for co-training. engine=vllm: a directory (runner v2)",
         resume="drafts",
     )
+    drafter_vocab: int = doc(
+        32_768, "most frequent ids of the run that the draft model may propose; 0 is all", resume="drafts"
+    )
     rows_per_batch: int = doc(256, "most rows decoded at once; fewer if memory is short", low=1, resume="free")
     tokens_per_pass: int = doc(4096, "maximum tokens of a forward pass, which limits its memory", low=1, resume="free")
     logits_mb: int = doc(256, "memory for logits and noise in MB; larger passes are split", low=1, resume="free")

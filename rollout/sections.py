@@ -104,7 +104,6 @@ class RoutedConfig:
 class LocalConfig:
     kv_cache_mb: int = doc(0, "memory limit of the KV cache in MB; 0 uses what is free")
     graphs: Literal["auto", "off"] = doc("auto", "auto: CUDA graphs on GPUs in half precision")
-    drafter_vocab: int = doc(32_768, "most frequent ids of the run that rollout.drafter may propose; 0 is all")
 
 
 @dataclass

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.v1.outputs import DraftTokenIds, LogprobsLists
+from vllm.v1.outputs import LogprobsLists
 
 from benchmarks.research import host
 from specrl.config import load as cli
@@ -36,6 +36,7 @@ from specrl.rollout.engines.vllm.batch import LogprobBuffer, VLLMRow
 from specrl.rollout.engines.vllm.flow import Flow
 from specrl.rollout.engines.vllm.logits import LogitsBudget
 from specrl.rollout.engines.vllm.planned import PlannedAdapter
+from specrl.rollout.engines.vllm.planned_worker import WorkerDrafts
 from specrl.rollout.engines.vllm.scheduler import DraftLengths, set_lengths
 from specrl.rollout.sections import doc
 from specrl.rollout.verify import accept_exact
@@ -120,7 +121,7 @@ class Rollout:
 
     def run_planned(self) -> None:
         """The same drafts by way of vLLM's scheduler."""
-        adapter, clock = PlannedAdapter(flow=self.flow, with_model=False), self.clock
+        adapter, clock = PlannedAdapter(flow=self.flow, drafter_share=0.0), self.clock
         accept, propose = clock.timed("sample", adapter.accept), clock.timed("propose", adapter.propose)
         rows, drafting = self.flow.rows, self.flow.drafting
         numbers = {name: i for i, name in enumerate(rows)}
@@ -134,7 +135,7 @@ class Rollout:
                 SimpleNamespace(total_num_scheduled_tokens=tokens, scheduled_spec_decode_tokens=plan),
                 SimpleNamespace(req_ids=names, sampled_token_ids=sampled, logprobs=logprobs_of(sampled)),
             )
-            proposed = propose(DraftTokenIds(names, []))
+            proposed = propose(WorkerDrafts(names, [], {}))
             plan = {name: draft for name, draft in zip(names, proposed.draft_token_ids, strict=True) if draft}
             drafting.budget.observe_pass(
                 tokens, host.cost(len(names), tokens), len(names), emitted=emitted, asking=asking

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.chain import Chain
+from specrl.rollout.drafting.frequent import Frequent
 from specrl.rollout.engines.base import Limits, SamplingParams
 from specrl.rollout.engines.local.probe import packed_model
 from specrl.rollout.engines.local.reader import Reader
@@ -20,27 +20,6 @@ from specrl.rollout.types import Request
 from specrl.rollout.verify import TargetSamples
 
 log = logging.getLogger(__name__)
-
-
-class Frequent:
-    """Which ids a run's texts use most.
-
-    Args:
-        vocab: ids that there are.
-        first: ids that come before all others.
-    """
-
-    def __init__(self, vocab: int, first: Collection[int]):
-        self._counts = np.zeros(vocab, np.int64)
-        self._counts[[*first]] = 2**62
-
-    def learn(self, texts: Iterable[Sequence[int]]) -> None:
-        for text in texts:
-            np.add.at(self._counts, np.asarray(text, np.int64), 1)
-
-    def most(self, size: int) -> np.ndarray:
-        """The `size` most frequent ids, ascending; of equals the lower, as tokenizers number what is frequent first."""
-        return np.sort(np.argsort(-self._counts, kind="stable")[:size])
 
 
 class ModelDrafter:
@@ -126,7 +105,7 @@ class ModelDrafter:
     def _trim(self, sampling: SamplingParams, ids: int) -> None:
         if reason := peculiar(self.packed.lm_head):
             log.warning(
-                "drafts are sampled from all %d ids and not from the %d of rollout.local.drafter_vocab: %s",
+                "drafts are sampled from all %d ids and not from the %d of rollout.drafter_vocab: %s",
                 self.packed.vocab,
                 ids,
                 reason,

@@ -35,6 +35,7 @@ from specrl.rollout.engines.local.sampler import rows_per_chunk
 from specrl.rollout.engines.response import check_request
 from specrl.rollout.engines.vllm.batch import VLLMRow
 from specrl.rollout.engines.vllm.contract import check as check_names
+from specrl.rollout.engines.vllm.draft_ids import DraftIds
 from specrl.rollout.engines.vllm.driver import DeviceFlow, HostFlow
 from specrl.rollout.engines.vllm.flow import Flow
 from specrl.rollout.engines.vllm.logits import logits_budget
@@ -89,7 +90,9 @@ class VLLMEngine:
                 f"vLLM's KV cache holds a row of {self.context} tokens, too few for a prompt and "
                 f"rollout.max_new_tokens={config.max_new_tokens}; raise rollout.vllm.kv_cache_mb or lower the cap"
             )
-        self._flow = self._build_flow()
+        self._flow = self._build_flow(weight_check.drafter_share)
+        draft_ids = config.drafter_vocab if config.drafter else 0
+        self._draft_ids = DraftIds(self._llm, draft_ids, self.vocab, sampling.eos_ids)
         self._users = 0
         sleeps = config.vllm.sleep and not current_platform.is_cpu()
         self.updates = Updates(self._llm, weight_check, config.vllm.tensor_parallel, sleeps, self._prove)
@@ -106,6 +109,7 @@ class VLLMEngine:
         stats = self._run(rows, lambda: False)
         self.drafting.count_faults(rows, stats)
         self.drafting.end(rows, stats)
+        self._draft_ids.learn(rows)
         return [row.completion(self.weight_version) for row in rows], stats
 
     def ahead(self, requests: Sequence[Request], stop: Callable[[], bool]) -> list[AheadText]:
@@ -123,6 +127,7 @@ class VLLMEngine:
 
     def _run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool]) -> EngineStats:
         with self._awake():  # vLLM froze the heap when it started, see gc_frozen
+            self._draft_ids.choose(rows)
             try:
                 return self._flow.run(rows, stop, self.weight_version)
             except BaseException:
@@ -194,7 +199,7 @@ class VLLMEngine:
             "the size of its attention heads, try rollout.engine=transformers"
         )
 
-    def _build_flow(self) -> HostFlow | DeviceFlow:
+    def _build_flow(self, drafter_share: float) -> HostFlow | DeviceFlow:
         config = self.spec.rollout
         dtype = getattr(torch, self.spec.dtype)
         budget = logits_budget(self.vocab, config.logits_mb, dtype, config.tokens_per_pass)
@@ -213,7 +218,7 @@ class VLLMEngine:
             budget=budget,
         )
         if config.planned:
-            return HostFlow(llm=self._llm, adapter=PlannedAdapter(flow=flow, with_model=bool(config.drafter)))
+            return HostFlow(llm=self._llm, adapter=PlannedAdapter(flow=flow, drafter_share=drafter_share))
         if self.runner == "v2":
             return HostFlow(llm=self._llm, adapter=V2Adapter(flow=flow))
         chunk = rows_per_chunk(self.vocab, config.logits_mb)

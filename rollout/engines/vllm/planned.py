@@ -4,6 +4,7 @@ The scheduler runs in the driver's process and sends the draft tokens of a step 
 Every worker samples with the requests' keys, so all of them accept the same tokens, and the scheduler gets these back.
 Drafters and their budget therefore need no worker in their process, and work for any tensor parallelism. A draft model
 of vLLM's proposes on the device, and each row verifies the text's draft or the model's, whichever promises more tokens.
+What the workers sampled after rejected tokens comes back with the model's proposals.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 from vllm import LLM
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -27,15 +26,9 @@ from specrl.rollout.drafting.draft import EMPTY, Draft
 from specrl.rollout.engines.response import refuse_unusable
 from specrl.rollout.engines.vllm.batch import VLLMRow
 from specrl.rollout.engines.vllm.flow import Flow
-from specrl.rollout.engines.vllm.sampler import install, share_noise
+from specrl.rollout.engines.vllm.planned_worker import MODEL_TOKENS, WorkerDrafts
 from specrl.rollout.engines.vllm.wire import keyed_args
 from specrl.rollout.verify import Accepted, accept_exact
-
-MODEL_TOKENS = 8
-"""Most tokens of a draft model in one step: each costs a pass of the model for all rows, whether it is used or not."""
-MODEL_PASS = 0.06
-"""Such a pass as a share of a step that verifies no draft: 0.95 of 15.6 ms for a head of a 7B policy with 150 rows, by
-the cost formula of benchmarks/research/budget.py. No GPU has measured it."""
 
 
 class PlannedScheduler(Scheduler):
@@ -46,7 +39,7 @@ class PlannedScheduler(Scheduler):
     def schedule(self, *args, **options) -> SchedulerOutput:
         plan = super().schedule(*args, **options)
         if self.adapter is not None and self.adapter.with_model:
-            plan.num_spec_tokens_to_schedule = self.adapter.model_tokens
+            plan.num_spec_tokens_to_schedule = self.adapter.model_proposes(plan)
         return plan
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput):
@@ -56,6 +49,7 @@ class PlannedScheduler(Scheduler):
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         if self.adapter is not None:
+            assert isinstance(draft_token_ids, WorkerDrafts)
             draft_token_ids = self.adapter.propose(draft_token_ids)
         super().update_draft_token_ids(draft_token_ids)
 
@@ -64,19 +58,25 @@ class PlannedScheduler(Scheduler):
 class PlannedAdapter:
     """Drafts for the scheduler, and what the workers accepted of them.
 
-    Args: with_model: vLLM's draft model proposes too.
+    Args:
+        drafter_share: weights that a pass of vLLM's draft model reads, as a share of those that a pass of the policy
+            reads; 0: no draft model.
     """
 
     flow: Flow
-    with_model: bool
-    model_tokens: int = MODEL_TOKENS
-    """What the draft model proposes for each row in the next step."""
+    drafter_share: float
+    model_tokens: int = 1
+    """What the draft model proposes for each row in the next step, if no row begins in it."""
 
     def install(self, llm: LLM) -> None:
         """Makes vLLM's scheduler and workers verify the drafts of the flow."""
-        llm.collective_rpc("specrl_install_planned", args=(self.with_model,))
+        llm.collective_rpc("specrl_install_planned", args=(self.with_model, self.flow.drafting.redraws))
         core: Any = llm.llm_engine.engine_core  # in process
         core.engine_core.scheduler.adapter = self
+
+    @property
+    def with_model(self) -> bool:
+        return self.drafter_share > 0
 
     def sampling_params(self, row: VLLMRow) -> dict[str, Any]:
         """See V1Adapter.sampling_params."""
@@ -133,19 +133,22 @@ class PlannedAdapter:
         state: State = "agreeing" if accepted == len(proposed) else "diverged" if accepted else "lost"
         row.model_state = state
 
-    def propose(self, by_vllm: DraftTokenIds) -> DraftTokenIds:
+    def propose(self, by_workers: WorkerDrafts) -> DraftTokenIds:
         """The drafts of the next step, those of unknown requests included, which have none.
 
-        Args: by_vllm: what vLLM's speculator proposed for each request of the last step; placeholders without one.
+        Args: by_workers: of the requests of the last step; without a draft model its proposals are placeholders.
         """
         began = time.perf_counter()
-        found = [self.flow.rows.get(name) for name in by_vllm.req_ids]
+        found = [self.flow.rows.get(name) for name in by_workers.req_ids]
         rows = [row if row and row.tokens and row.finish is None else None for row in found]
+        for name, row in zip(by_workers.req_ids, rows, strict=True):
+            if row and row.draft.tokens:  # else vLLM verified its padding
+                row.redraws = by_workers.redraws.get(name, ())
         drafts = self.flow.propose(rows)
         if self.with_model:
-            drafts = self._with_model(rows, drafts, by_vllm.draft_token_ids)
+            drafts = self._with_model(rows, drafts, by_workers.draft_token_ids)
         self.flow.step.draft_s = time.perf_counter() - began
-        return DraftTokenIds(by_vllm.req_ids, drafts)
+        return DraftTokenIds(by_workers.req_ids, drafts)
 
     def _with_model(
         self, rows: Sequence[VLLMRow | None], drafts: list[list[int]], proposed: Sequence[Sequence[int]]
@@ -162,18 +165,37 @@ class PlannedAdapter:
             bucket = _bucket(row)
             row.by_model = [*tokens[: max(0, min(MODEL_TOKENS, row.remaining - 1))]]
             most = min(plan.lengths[bucket], longest)
-            by_text = emitted(budget.acceptance(row.bucket), len(drafts[i]))
-            offers.append((by_text, budget.acceptance(bucket), most))
+            offers.append(self._offer(row, len(drafts[i]), most))
             length = min(most, len(row.by_model))
             gain = budget.gain(bucket, length, plan.needed)
             if length and gain > budget.gain(row.bucket, len(drafts[i]), plan.needed):
                 row.draft = Draft(row.by_model[:length], "model")
                 drafts[i] = row.by_model[:length]
-        fixed, token_s = budget.cost(len(active))
-        price = MODEL_PASS * fixed / (fixed + token_s * (len(active) + sum(map(len, drafts))))
-        always = budget.window and any(row.drafting for row in active)
-        self.model_tokens = MODEL_TOKENS if always else worth_proposing(offers, price)
+        self.model_tokens = self._worth_proposing(offers, sum(map(len, drafts)))
         return drafts
+
+    def model_proposes(self, plan: SchedulerOutput) -> int:
+        """Tokens that the draft model proposes for each row at the end of this step."""
+        rows = [self.flow.rows.get(name) for name in plan.num_scheduled_tokens]
+        beginning = [row for row in rows if row and row.drafting and not row.tokens]
+        for row in beginning:
+            self.flow.drafting.guess(row, min(self.flow.draft_tokens, row.remaining - 1))
+        offers = [self._offer(row, len(row.guess.tokens), MODEL_TOKENS) for row in beginning]
+        return max(self.model_tokens, self._worth_proposing(offers, 0))
+
+    def _offer(self, row: VLLMRow, by_text: int, most: int) -> tuple[float, float, int]:
+        """See `worth_proposing`. Args: by_text: draft tokens from the row's texts; most: of the model's tokens."""
+        budget = self.flow.drafting.budget
+        return emitted(budget.acceptance(row.bucket), by_text), budget.acceptance(_bucket(row)), most
+
+    def _worth_proposing(self, offers: Sequence[tuple[float, float, int]], drafted: int) -> int:
+        """See `worth_proposing`. Args: drafted: draft tokens in the step after which the model proposes."""
+        budget = self.flow.drafting.budget
+        if budget.window and any(most for _, _, most in offers):
+            return MODEL_TOKENS
+        reading = budget.cost()[0]
+        fixed, token_s = budget.cost(len(offers))
+        return worth_proposing(offers, self.drafter_share * reading / (fixed + token_s * (len(offers) + drafted)))
 
 
 def worth_proposing(offers: Sequence[tuple[float, float, int]], price: float) -> int:
@@ -182,11 +204,11 @@ def worth_proposing(offers: Sequence[tuple[float, float, int]], price: float) ->
 
     Args:
         offers: of each row the tokens that it is expected to emit in a step without the model's draft, the acceptance
-            probability of that draft, and most tokens of it. No rows: all tokens.
+            probability of that draft, and most tokens of it.
         price: of a pass of the model, in steps.
     """
     if not offers:
-        return MODEL_TOKENS
+        return 1
 
     by_text, chances, most = np.array(offers).T[:, :, None]
     counts = np.arange(1, MODEL_TOKENS + 1)
@@ -197,54 +219,3 @@ def worth_proposing(offers: Sequence[tuple[float, float, int]], price: float) ->
 
 def _bucket(row: VLLMRow) -> AcceptanceBucket:
     return row.model_state, "model"
-
-
-def install_planned(runner: Any, with_model: bool) -> None:
-    """Gives a worker's model runner the keyed sampler, and the drafts that come with the plan of each step."""
-    install(runner)
-    update = runner.update_requests
-
-    def update_requests(scheduler_output: SchedulerOutput) -> None:
-        update(scheduler_output)
-        take_drafts(runner.req_states, scheduler_output.scheduled_spec_decode_tokens)
-
-    runner.update_requests = update_requests
-    if with_model:
-        propose_with_model(runner)
-    else:
-        shape = runner.max_num_reqs, runner.num_speculative_steps
-        nothing = torch.zeros(shape, dtype=torch.int64, device=runner.device)
-        runner.speculator.propose = lambda input_batch, *_, **__: nothing[: input_batch.num_reqs]
-
-
-def take_drafts(states: Any, drafts: dict[str, list[int]]) -> None:
-    """Writes the drafts of a step where vLLM reads them; its padding, -1, becomes any token."""
-    if not drafts:
-        return
-    width = max(map(len, drafts.values()))
-    tokens = np.zeros((len(drafts), width), np.int64)
-    for row, draft in zip(tokens, drafts.values(), strict=True):
-        row[: len(draft)] = draft
-    index = torch.tensor([states.req_id_to_index[name] for name in drafts], device=states.draft_tokens.device)
-    known = torch.from_numpy(tokens.clip(0)).to(states.draft_tokens)
-    states.draft_tokens[index, :width] = known
-
-
-def propose_with_model(runner: Any) -> None:
-    """Lets vLLM's draft model propose up to MODEL_TOKENS tokens, which the scheduler gets."""
-    share_noise(runner)
-    propose = runner.speculator.propose
-    most = min(MODEL_TOKENS, runner.num_speculative_steps)
-    latest: list[Tensor] = []
-
-    def propose_some(input_batch, *arguments, dummy_run: bool = False, **options) -> Tensor:
-        count = options["num_speculative_tokens"] = min(most, options.get("num_speculative_tokens") or most)
-        drafts = propose(input_batch, *arguments, dummy_run=dummy_run, **options)
-        latest[:] = [drafts[:, :count]]
-        return drafts
-
-    def take_draft_token_ids() -> DraftTokenIds:
-        return DraftTokenIds(runner.draft_tokens_handler.req_ids, latest[0].tolist())
-
-    runner.speculator.propose = propose_some
-    runner.take_draft_token_ids = take_draft_token_ids

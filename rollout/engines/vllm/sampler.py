@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
@@ -71,6 +72,10 @@ class KeyedSampler(Sampler):
     """Tokens [N] whose log-probs the next call computes, and none after it."""
     packed: Tensor | None = None
     """What the last call sampled, int32 [4, N]; see rollout/engines/local/sampler.py."""
+    draft_ids: Tensor | None = None
+    """int32 [n], the ids that a draft model samples among; None: all."""
+    draft_weight: Tensor
+    """[n, H], their rows of its output layer."""
 
     def __call__(self, logits, input_batch):
         return self.verifier(logits, input_batch) if self.verifier else super().__call__(logits, input_batch)
@@ -110,14 +115,19 @@ class KeyedSampler(Sampler):
         return tokens, logits
 
     def guess(self, logits: Tensor, idx_mapping: Tensor, pos: Tensor) -> Tensor:
-        """The tokens, int64 [N], that a draft model samples from logits [N, V] with the noise of the policy."""
+        """The tokens, int64 [N], that a draft model samples with the noise of the policy.
+
+        Args: logits: [N, V] or [N, n], of `draft_ids`.
+        """
         index = idx_mapping.long()
         response_pos = pos.long() + 1 - self.requests.starts[index]
         temperature = self.sampling_states.temperature.gpu[index][:, None]
         scaled = logits / torch.where(temperature > 0, temperature, 1.0)
         targets = torch.zeros_like(response_pos)
-        sampled = packed_sample(scaled, self.requests.keys[index], response_pos, targets, 1.0, 0, 1.0)[0].long()
-        return torch.where(temperature[:, 0] > 0, sampled, logits.argmax(-1))
+        ids = self.draft_ids
+        sampled = packed_sample(scaled, self.requests.keys[index], response_pos, targets, 1.0, 0, 1.0, ids)[0].long()
+        best = logits.argmax(-1)
+        return torch.where(temperature[:, 0] > 0, sampled, best if ids is None else ids[best].long())
 
     def _cuts(self, logits: Tensor, index: Tensor, idx_mapping_np: np.ndarray) -> tuple[tuple[int, float], Tensor]:
         """Top-k and top-p that sampling still has to apply, and logits [N, V] to which the others are applied."""
@@ -206,8 +216,12 @@ def share_noise(runner) -> None:
         draft_logits,
         spec_step_idx=0,
     ) -> Tensor:
-        logits = speculator.compute_draft_logits(hidden_states, spec_step_idx)
-        return runner.sampler.guess(logits, idx_mapping, sample_src_positions)
+        sampler = runner.sampler
+        if sampler.draft_ids is None:
+            logits = speculator.compute_draft_logits(hidden_states, spec_step_idx)
+        else:
+            logits = linear(hidden_states, sampler.draft_weight)
+        return sampler.guess(logits, idx_mapping, sample_src_positions)
 
     speculator.init_cudagraph_manager(CUDAGraphMode.NONE)
     speculator.sample_draft = sample_draft  # type: ignore[method-assign]  # replaces vLLM's own

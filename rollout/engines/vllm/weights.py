@@ -47,9 +47,13 @@ class WeightCheck:
         policy = _described(spec.model, spec, spec.revision or None)
         self._policy = self._add(policy)
         self._drafter: set[str] = set()
+        self.drafter_share = 0.0
+        """Weights that a pass of the draft model reads, as a share of those that a pass of the policy reads."""
         if source := spec.rollout.drafter:
             drafter = _head(source, policy) if is_head(source) else _described(source, spec)
             self._drafter = self._add(drafter, DRAFTER)
+            ids = spec.rollout.drafter_vocab if spec.rollout.vllm.tensor_parallel == 1 else 0
+            self.drafter_share = _weights_read(drafter, ids) / _weights_read(policy)
 
     def _add(self, model: PreTrainedModel, prefix: str = "") -> set[str]:
         """Notes the weights of a model on the meta device; returns the names of those that an update needs."""
@@ -97,6 +101,14 @@ class WeightCheck:
             yield path
         finally:
             shutil.rmtree(path)
+
+
+def _weights_read(model: PreTrainedModel, ids: int = 0) -> int:
+    """Weights that a pass of few tokens reads. Args: ids: rows of the output layer; 0: all."""
+    embeddings = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
+    rows, width = model.get_output_embeddings().weight.shape
+    layers = sum(weight.numel() for weight in model.parameters() if weight not in embeddings)
+    return layers + min(ids or rows, rows) * width
 
 
 def _described(source: str, spec: EngineSpec, revision: str | None = None) -> PreTrainedModel:

@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -21,7 +22,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from specrl.rollout.engines.base import DRAFTER
 from specrl.rollout.engines.vllm.device import DeviceTexts
-from specrl.rollout.engines.vllm.planned import install_planned
+from specrl.rollout.engines.vllm.draft_ids import draft_from
+from specrl.rollout.engines.vllm.planned_worker import install_planned
 from specrl.rollout.engines.vllm.sampler import install, share_noise
 
 if TYPE_CHECKING:
@@ -42,11 +44,15 @@ class WorkerExtension:
         """In-process only: the adapter's flow samples and drafts from now on."""
         adapter.install_in(self.model_runner)
 
-    def specrl_install_planned(self, with_model: bool) -> None:
+    def specrl_install_planned(self, with_model: bool, redraws: bool) -> None:
         """Requests are sampled by their keys; drafts come with the scheduler's plan."""
-        install_planned(self.model_runner, with_model)
+        install_planned(self.model_runner, with_model, redraws)
         if with_model:
             self.weight_transfer_engine.drafter = self.get_draft_model()
+
+    def specrl_draft_from(self, ids: np.ndarray) -> str:
+        """See `draft_from`."""
+        return draft_from(self.model_runner, ids)
 
     def specrl_install_device(self, texts: bool) -> None:
         """Requests are sampled by their keys; drafts come from their texts, or else from vLLM's own speculator."""

@@ -203,7 +203,7 @@ def test_an_output_layer_that_is_more_than_its_weight_draws_from_all_ids(policy,
     engine = Engine(policy, SAMPLING, window=5, drafter=drafter, ids=12)
     engine.generate(requests())
     assert rates(engine) == 1.0
-    assert "drafts are sampled from all 61 ids and not from the 12 of rollout.local.drafter_vocab" in caplog.text
+    assert "drafts are sampled from all 61 ids and not from the 12 of rollout.drafter_vocab" in caplog.text
 
 
 # The same noise, and KV that follows the emitted tokens ---------------------------------------------------------------

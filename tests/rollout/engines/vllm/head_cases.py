@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from vllm.config import CUDAGraphMode
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
@@ -19,7 +20,7 @@ from benchmarks.research import vllm_head
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import Head
-from specrl.rollout.engines.vllm import planned, sampler, worker
+from specrl.rollout.engines.vllm import draft_ids, planned, planned_worker, sampler, worker
 from specrl.rollout.engines.vllm.weights import WeightCheck
 from specrl.rollout.types import RolloutError
 from specrl.tiny import load_tiny
@@ -138,12 +139,63 @@ def test_it_runs_as_often_as_rows_can_use_its_tokens(case, heads, saved, monkeyp
             counts[plain] = asked[1:]  # the first step reads prompts
         assert {*counts[True]} == {1}
         assert max(counts[False]) > 1
-        monkeypatch.setattr(planned, "worth_proposing", lambda offers, price: planned.MODEL_TOKENS)
+        monkeypatch.setattr(planned, "worth_proposing", lambda offers, price: planned_worker.MODEL_TOKENS)
         asked.clear()
         engine.generate([replace(request, plain=True) for request in requests_of(cases)])
-        assert {*asked} == {planned.MODEL_TOKENS}, "control"
+        assert {*asked} == {planned_worker.MODEL_TOKENS}, "control"
     finally:
         close(engine)
+
+
+def test_it_samples_among_the_ids_that_the_texts_use_most(case, heads, saved, guesses, monkeypatch):
+    *_, cases, want = case
+    texts = [text for (prompt, _), (tokens, _, _) in zip(cases, want, strict=True) for text in (prompt, tokens)]
+    used = EOS_IDS.union(*texts)
+    engine = start(spec_of(saved("qwen3")[1], drafter=heads, draft_tokens=LENGTH, drafter_vocab=30))
+
+    def accepted() -> float:
+        engine.generate(requests_of(cases))  # it counts the ids of the responses
+        guesses.clear()
+        done, stats = engine.generate(requests_of(cases))
+        assert differing(done, want, 1e-4) == []
+        return stats.sources["model"][1] / stats.sources["model"][0]
+
+    try:
+        good = accepted()
+        drafted = {token for row in guesses.values() for _, token in row}
+        assert drafted <= used
+        assert len(drafted) <= 30 < len(used)
+        assert good > 0.2
+        draft_from = worker.draft_from
+
+        def of_other_ids(runner, ids):
+            reason = draft_from(runner, ids)
+            runner.sampler.draft_weight = runner.sampler.draft_weight.roll(1, 0)
+            return reason
+
+        monkeypatch.setattr(worker, "draft_from", of_other_ids)
+        assert accepted() < good / 2, "the planted fault is seen: rows of the output layer in another order"
+    finally:
+        close(engine)
+
+
+@pytest.mark.parametrize(
+    ("layer", "logits", "reason"),
+    [
+        ({"tp_size": 2}, {}, "2 GPUs"),
+        ({"quant_method": object()}, {}, "quantised"),
+        ({"bias": torch.zeros(1)}, {}, "bias"),
+        ({}, {"soft_cap": 30.0}, "scales"),
+        ({}, {"scale": 0.5}, "scales"),
+        ({}, {}, ""),
+    ],
+)
+def test_output_layers_that_are_more_than_a_weight_keep_all_ids(layer, logits, reason):
+    plain = {"tp_size": 1, "quant_method": UnquantizedEmbeddingMethod(), "bias": None}
+    processor = SimpleNamespace(**({"soft_cap": None, "scale": 1.0} | logits))
+    model = SimpleNamespace(lm_head=SimpleNamespace(**(plain | layer)), logits_processor=processor)
+    assert reason in draft_ids.peculiar(model)
+    assert bool(draft_ids.peculiar(model)) == bool(reason)
 
 
 def test_it_follows_the_updates(engine_of, case, heads, guesses):
@@ -191,7 +243,7 @@ def test_the_counts_of_the_ablation_run_to_their_end(tmp_path, monkeypatch, caps
     for module, replaced in (
         (time, "perf_counter"),
         (Scheduler, "update_from_output"),
-        (planned, "propose_with_model"),
+        (planned_worker, "propose_with_model"),
     ):
         monkeypatch.setattr(module, replaced, getattr(module, replaced))  # what the script replaces is put back
     config = vllm_head.VLLMHeadConfig(drafter=str(tmp_path / "head"), rows=[2], tokens=4, out=str(tmp_path / "out"))
@@ -215,6 +267,17 @@ def test_a_head_of_another_policy_is_refused_before_anything_is_loaded(saved, he
     other.save_pretrained(tmp_path)
     with pytest.raises(RolloutError, match=f"the head in {tmp_path} cannot be read"):
         WeightCheck(spec_of(saved("qwen3")[1], drafter=str(tmp_path)))
+
+
+def test_a_pass_of_the_head_reads_its_layer_and_the_rows_of_its_ids(saved, heads, case):
+    model, head, *_ = case
+    rows, width = model.lm_head.weight.shape
+    layers = sum(weight.numel() for name, weight in model.named_parameters() if name.startswith("model.layers"))
+    policy_reads = layers + model.model.norm.weight.numel() + rows * width
+    for given, read in ((0, rows), (30, 30), (10**6, rows)):
+        share = WeightCheck(spec_of(saved("qwen3")[1], drafter=heads, drafter_vocab=given)).drafter_share
+        assert share == (sum(weight.numel() for weight in head.parameters()) + read * width) / policy_reads
+    assert WeightCheck(spec_of(saved("qwen3")[1])).drafter_share == 0
 
 
 def test_passes_that_vllm_captured_with_its_own_draws_are_not_replayed():

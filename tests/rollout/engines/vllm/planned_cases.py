@@ -3,12 +3,14 @@
 # ruff: noqa: F811 - a fixture of device_cases, which tests name as an argument
 
 import random
+from dataclasses import replace
 
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from specrl.rollout.engines.vllm import planned, sampler
+from specrl.rollout.engines.vllm import planned, planned_worker, sampler
 from specrl.rollout.types import Request
 from specrl.trainers.weights import PolicyWeights
 from tests.rollout.engines.vllm.device_cases import acceptance, drafters, texts_of_every_quality, trusting  # noqa: F401
@@ -91,6 +93,31 @@ def test_rows_of_a_group_draft_from_each_other_on_two_ranks(engine_of):
     assert stats.sources["group"][1] >= 0
 
 
+def drafted(engine, cases, want) -> dict:
+    """Drafted and accepted tokens by source, where drafts are often wrong and the budget has seen none before."""
+    engine.drafting.budget = Budget(6, padded=False)
+    texts = [Script(corrupt(t, random.Random(i), 0.5)) for i, (t, _, _) in enumerate(want)]
+    done, stats = engine.generate(requests_of(cases, texts))
+    assert differing(done, want, 1e-4) == []
+    return stats.sources
+
+
+def test_rows_draft_what_two_ranks_sampled_after_a_rejected_token(engine_of, some, monkeypatch):
+    cases, want = some()
+    in_process = drafted(engine_of(parallel=1), cases, want)
+    assert in_process["redraw"][1] > 0
+    engine = engine_of()
+    assert drafted(engine, cases, want) == in_process
+    propose = planned.PlannedAdapter.propose
+
+    def late(adapter, by_workers):
+        redraws = {name: tokens[1:] for name, tokens in by_workers.redraws.items()}
+        return propose(adapter, replace(by_workers, redraws=redraws))
+
+    monkeypatch.setattr(planned.PlannedAdapter, "propose", late)
+    assert drafted(engine, cases, want) != in_process, "the planted fault is seen: tokens of the next position"
+
+
 @pytest.fixture(scope="session")
 def halves(some):
     """Rows, the policy's responses, and drafters that know every second response."""
@@ -132,13 +159,13 @@ def test_a_model_proposes_the_tokens_that_save_more_than_its_passes_cost():
     assert planned.worth_proposing([by_text], 0.01) == 1, "no row gains"
     assert planned.worth_proposing([by_text, row], 0.15) == 1, "one of two rows gains, and both pay"
     assert planned.worth_proposing([(1.0, 0.0, 0)], 0.01) == 1, "a row that does not draft"
-    assert planned.worth_proposing([], 0.1) == planned.MODEL_TOKENS, "no row has begun"
+    assert planned.worth_proposing([], 0.1) == 1, "no row"
 
 
 def test_the_model_follows_the_updates(saved, engine_of, some, drafters):
     cases, want = some()
     model, _ = saved("qwen3")
-    engine = engine_of(parallel=1, drafter=drafters(0.5), draft_tokens=4)
+    engine = engine_of(parallel=1, drafter=drafters(0.5), draft_tokens=4, sources=["position"])
     far = acceptance(engine, cases, want)
     engine.update_weights(PolicyWeights(model, drafter=model), 1, probe_of(model))
     assert far < 0.5 < 0.9 < acceptance(engine, cases, want)
@@ -160,7 +187,7 @@ def test_planted_faults_are_found(engine_of, some, drafters, monkeypatch, fault)
     cases, want = some()
     engine = engine_of(parallel=1, drafter=drafters(5.0), draft_tokens=8)
     if fault == "plan":  # a worker that ignores the drafts of the plan accepts none of them
-        monkeypatch.setattr(planned, "take_drafts", lambda states, drafts: None)
+        monkeypatch.setattr(planned_worker, "take_drafts", lambda states, drafts: None)
         _, stats = engine.generate(requests_of(cases, [Script(t) for t, _, _ in want]))
         assert stats.accepted < stats.drafted / 4
     else:
