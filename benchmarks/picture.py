@@ -43,7 +43,7 @@ def draw(path: Path = PATH) -> None:
     colours = [BLUE if value > 1 else GREY for value in values.values()]
     panel.barh(range(len(values)), list(values.values()), color=colours, height=0.6)
     for row, value in enumerate(values.values()):
-        panel.text(value, row, f"  {value:.2f}x", va="center", fontweight="bold", fontsize=9)
+        panel.text(max(value, 1.0), row, f"  {value:.2f}x", va="center", fontweight="bold", fontsize=9)
     panel.axvline(1, color=BLACK, linewidth=0.9, zorder=0)
     panel.set_yticks(range(len(values)), list(values), fontsize=8.5)
     panel.invert_yaxis()
