@@ -54,6 +54,12 @@ _V2 = {
         "self logits draft_logits draft_sampled pos cu_num_logits idx_mapping idx_mapping_np expanded_idx_mapping "
         "expanded_local_pos seq_lens_upper_bound_np verify_draft_sampled"
     ),
+    f"{_GPU}spec_decode.rejection_sampler:RejectionSampler._get_logprobs_tensors": (
+        "self sampled num_sampled logits cu_num_logits cu_num_logits_np max_num_logprobs"
+    ),
+    "vllm.v1.outputs:LogprobsTensors": (
+        "logprob_token_ids logprobs selected_token_ranks cu_num_generated_tokens cu_num_generated_tokens_tensor"
+    ),
     f"{_GPU}spec_decode.speculator:BaseSpeculator.propose": (
         "self input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states num_sampled num_rejected "
         "last_sampled next_prefill_tokens temperature seeds dp_sync_state dummy_run skip_attn_for_dummy_run mm_inputs "

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 
-from specrl.rollout.engines.vllm.sampler import KeyedVerifier, install, share_noise
+from specrl.rollout.engines.vllm.sampler import RolloutVerifier, install, share_noise
 
 MODEL_TOKENS = 8
 """Most tokens of a draft model in one step: each costs a pass of the model for all rows, whether it is used or not."""
@@ -26,7 +26,7 @@ class WorkerDrafts(DraftTokenIds):
     """By request, what it sampled after its first rejected draft token; see `Drafting`."""
 
 
-class RedrawVerifier(KeyedVerifier):
+class RedrawVerifier(RolloutVerifier):
     """Keeps what a step sampled after the first rejected draft token of each request."""
 
     _names: Sequence[str] = ()
@@ -58,7 +58,7 @@ def install_planned(runner: Any, with_model: bool, redraws: bool) -> None:
 
     Args: with_model: its draft model proposes; redraws: what it samples after rejected tokens is sent to the driver.
     """
-    install(runner, RedrawVerifier if redraws else KeyedVerifier)
+    install(runner, RedrawVerifier if redraws else RolloutVerifier)
     update = runner.update_requests
 
     def update_requests(scheduler_output: SchedulerOutput) -> None:

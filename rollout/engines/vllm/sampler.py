@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
@@ -197,6 +198,40 @@ class KeyedVerifier(RejectionSampler):
         return tokens, 1 + accepted.cumprod(1).sum(1, dtype=torch.int32)
 
 
+class RolloutVerifier(KeyedVerifier):
+    """For engines whose requests ask for the log-prob of each sampled token and no more.
+
+    It is the one that sampling computes, with drafts or without, so that both train the same weights bit for bit. vLLM
+    would read all logits again, and again for the token's rank.
+    """
+
+    sampler: KeyedSampler
+    _keyed = False
+    """All requests of the step have a key."""
+
+    def prepare(self, idx_mapping_np: np.ndarray, seq_lens_upper_bound_np: np.ndarray) -> None:
+        self._keyed = bool(self.sampler.requests.keyed_np[idx_mapping_np].all())
+
+    def _get_logprobs_tensors(
+        self, sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
+    ) -> LogprobsTensors | None:
+        if not self._keyed or max_num_logprobs != 0:
+            return super()._get_logprobs_tensors(
+                sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs
+            )
+        assert self.sampler.packed is not None  # of this step
+        tokens, logprobs = self.sampler.packed[:2, :, None]
+        several = len(logits) != len(cu_num_logits) - 1
+        on_device = several and self.enable_adaptive_verification  # which cuts drafts where only the device knows
+        return LogprobsTensors(
+            tokens.long(),
+            logprobs.view(torch.float32),
+            torch.zeros_like(tokens[:, 0], dtype=torch.int64),
+            cu_num_logits_np.tolist() if several and not on_device else None,
+            cu_num_logits.clone() if on_device else None,
+        )
+
+
 def share_noise(runner) -> None:
     """A draft model samples with the policy's noise: then it agrees with it as often as two samples can.
 
@@ -227,8 +262,12 @@ def share_noise(runner) -> None:
     speculator.sample_draft = sample_draft  # type: ignore[method-assign]  # replaces vLLM's own
 
 
-def install(runner: Any, verifier: Callable[..., KeyedVerifier] = KeyedVerifier) -> None:
-    """Gives a model runner the keyed sampler. Before its first request; see `check` for what it relies on."""
+def install(runner: Any, verifier: Callable[..., KeyedVerifier] | None = None) -> None:
+    """Gives a model runner the keyed sampler. Before its first request; see `check` for what it relies on.
+
+    Args: verifier: decides about all steps; None: `KeyedVerifier`, and vLLM about those without drafts.
+    """
     runner.sampler.__class__ = KeyedSampler  # whoever holds it shall have it
     runner.sampler.requests = RequestStates(runner)
-    runner.rejection_sampler = verifier(runner.sampler, runner.speculative_config, runner.device)
+    runner.rejection_sampler = (verifier or KeyedVerifier)(runner.sampler, runner.speculative_config, runner.device)
+    runner.sampler.verifier = verifier and runner.rejection_sampler

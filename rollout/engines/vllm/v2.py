@@ -87,7 +87,6 @@ class V2Adapter:
         self.flow.keep_hidden(runner.model)
         install(runner, HostVerifier)
         runner.rejection_sampler.adapter = self
-        runner.sampler.verifier = runner.rejection_sampler
         runner.sampler.requests.listeners.append(self._add_request)
         take = runner.take_draft_token_ids
 

@@ -24,7 +24,7 @@ from specrl.rollout.engines.base import DRAFTER
 from specrl.rollout.engines.vllm.device import DeviceTexts
 from specrl.rollout.engines.vllm.draft_ids import draft_from
 from specrl.rollout.engines.vllm.planned_worker import install_planned
-from specrl.rollout.engines.vllm.sampler import install, share_noise
+from specrl.rollout.engines.vllm.sampler import RolloutVerifier, install, share_noise
 
 if TYPE_CHECKING:
     from specrl.rollout.engines.vllm.v1 import V1Adapter
@@ -56,7 +56,7 @@ class WorkerExtension:
 
     def specrl_install_device(self, texts: bool) -> None:
         """Requests are sampled by their keys; drafts come from their texts, or else from vLLM's own speculator."""
-        install(self.model_runner)
+        install(self.model_runner, RolloutVerifier)
         if texts:
             DeviceTexts(self.model_runner)
         else:

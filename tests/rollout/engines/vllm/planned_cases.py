@@ -93,6 +93,16 @@ def test_rows_of_a_group_draft_from_each_other_on_two_ranks(engine_of):
     assert stats.sources["group"][1] >= 0
 
 
+def test_log_probs_are_those_of_the_engine_that_has_no_draft_model(engine_of, some, drafters, monkeypatch):
+    """They are in the loss, so a draft model would train other weights."""
+    cases, _ = some()
+    plain, _ = engine_of(parallel=1).generate(requests_of(cases))
+    engine = engine_of(parallel=1, drafter=drafters(0.1), draft_tokens=8)
+    assert exactly(engine.generate(requests_of(cases))[0]) == exactly(plain)
+    monkeypatch.delattr(sampler.RolloutVerifier, "_get_logprobs_tensors")  # vLLM computes them once more
+    assert exactly(engine.generate(requests_of(cases))[0]) != exactly(plain), "the planted fault is seen"
+
+
 def drafted(engine, cases, want) -> dict:
     """Drafted and accepted tokens by source, where drafts are often wrong and the budget has seen none before."""
     engine.drafting.budget = Budget(6, padded=False)
