@@ -156,7 +156,8 @@ class RolloutConfig:
             )
         elif self.lossy and (elsewhere := self.vllm.on_device or self.planned):
             conflict = f"<rollout.acceptance> accepts drafts in one process, and {elsewhere} in vLLM's workers"
-            yield f"{conflict}. Try rollout.acceptance=exact."
+            stored_only = self.acceptance == "judged" and elsewhere == f"rollout.drafter={self.drafter}"
+            yield f"{conflict}. Try {'rollout.drafter= or ' * stored_only}rollout.acceptance=exact."
         if self.planned and self.vllm.runner == "v1":
             yield f"<rollout.vllm.runner> cannot serve {self.planned}. Try rollout.vllm.runner=auto."
         if self.drafter == "head":

@@ -111,7 +111,7 @@ WRONG = [
     (KL, "rollout.judged.by=kl", "rollout.drafter=DIR"),
     (f"{KL} rollout.drafter=x {VLLM}", "rollout.judged.by=kl", "rollout.judged.by=judge"),
     (f"{JUDGED} rollout.replay=0.5", "rollout.replay=0.5", "rollout.replay=0."),
-    (f"{JUDGED} rollout.drafter=x {VLLM}", "rollout.drafter=x", "rollout.acceptance=exact."),
+    (f"{JUDGED} rollout.drafter=x {VLLM}", "rollout.drafter=x", "rollout.drafter= or rollout.acceptance=exact."),
     (f"{JUDGED} trainer.correction=none", "trainer.correction=none", "rollout.judged.uncorrected=true."),
     (f"{ROUTED} {VLLM} rollout.vllm.tensor_parallel=2", "rollout.vllm.tensor_parallel=2", "rollout.acceptance=exact."),
     (
