@@ -255,8 +255,7 @@ class SpeculativeRollout:
         stored: dict[str, list[Trajectory]] = {}
         texts: dict[str, PromptTexts] = {}
         if cache is not None:
-            for row in (p.row for p in planned):
-                name = row.example_id
+            for name, row in ((p.row.example_id, p.row) for p in planned):
                 if name not in texts:
                     stored[name] = cache.siblings(name)
                     texts[name] = PromptTexts([t.tokens for t in stored[name]], self.config.sources, row.prompt)
@@ -266,20 +265,21 @@ class SpeculativeRollout:
     def _request(self, planned: Planned, stored: list[Trajectory], texts: PromptTexts | None) -> Request:
         """Args: stored: of the prompt, newest first; texts: the same, shared by its drafters."""
         row, old = planned.row, planned.old
-        acceptance = self.config.acceptance
-        request = Request(row.prompt, planned.key, self._cap(row), plain=acceptance == "off")
+        request = Request(row.prompt, planned.key, self._cap(row), plain=self.config.acceptance == "off")
         keyed, source = self._keyed(planned)
         if known := [old] if old else stored:
             length = sum(len(t.tokens) for t in known) / len(known)
             request.expected_tokens = 1 + round(length * (1 - self._reused))
         if source == "ahead" and keyed and keyed.finish:
             request.expected_tokens = 1
-        if acceptance == "lenient":  # the published method: the sample's own text, once
+        if self.config.acceptance == "lenient":  # the published method: the sample's own text, once
             if old is not None and old.logprobs is not None:
                 request.drafter = SuffixDrafter(PromptTexts(sources=("prefix",)), old.tokens)
                 request.draft_logprobs, request.draft_version = old.logprobs, old.version
         elif texts is not None:
-            request.drafter = SuffixDrafter(texts, old.tokens if old else None, keyed.tokens if keyed else None, source)
+            twin = self._twin_texts.get(planned.key)
+            own, first, second = (text.tokens if text else None for text in (old, keyed, twin))
+            request.drafter = SuffixDrafter(texts, own, first, source, second)
             request.draft_logprobs = old.logprobs if old else None
         return request
 

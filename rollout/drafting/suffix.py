@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from operator import eq
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 from specrl.rollout.drafting.cost import prior
 from specrl.rollout.drafting.ngrams import LENGTHS, NGrams, Occurrence, Piece, append, token_ids
 from specrl.rollout.sections import SOURCES
-from specrl.rollout.types import Request
 
 _RECENT = 6  # last tokens of the response that are compared with the followed text
 _LONGEST = 32  # matching tokens that are counted; more add no evidence
@@ -160,6 +158,7 @@ class SuffixDrafter:
         old: the sample's old text. Without one the newest stored text is followed first.
         keyed: a text that other weights sampled with the row's noise. It is followed instead of `old`.
         source: of `keyed`: `ahead` (a rollout ahead), `twin` (a run with the same seed), `evaluation` (the last one).
+        twin: a second such text, of source `twin`, which is a candidate from the first mismatch on.
     """
 
     def __init__(
@@ -168,10 +167,12 @@ class SuffixDrafter:
         old: Sequence[int] | None = None,
         keyed: Sequence[int] | None = None,
         source: str = "ahead",
+        twin: Sequence[int] | None = None,
     ):
         self.texts = texts
         self.old = old
         self.keyed = keyed
+        self.twin = twin
         self._first: tuple[array[int] | None, str] = None, "prefix"
         if keyed is not None:
             self._first = token_ids(keyed), source
@@ -191,6 +192,8 @@ class SuffixDrafter:
         """Match quality of the last draft."""
         self._matches_from = 0  # start of the response's match with the followed text
         self._left: tuple[array[int], int, str] | None = None  # the previously followed text, its shift and source
+        if self.twin is not None and self.twin is not self.keyed:
+            self._left = token_ids(self.twin), 0, "twin"
         self._length = 0  # of the response at the last `observe`
         self._grown = 0  # tokens that the last pass emitted, set at a mismatch
         self._text = self.texts.open() if "group" in self.texts.sources else None  # the response, as one of the texts
@@ -291,9 +294,3 @@ def propose(
         for i, occurrences in zip(searching, found, strict=True):
             drafters[i].switch_source(texts[i], occurrences, worth)
     return [d.continuation(len(tokens), limit) for d, tokens, limit in zip(drafters, texts, limits, strict=True)]
-
-
-def following(request: Request, ahead: Sequence[int]) -> Request:
-    """The request with a drafter that follows its text from a rollout ahead."""
-    texts = request.drafter.texts if isinstance(request.drafter, SuffixDrafter) else PromptTexts()
-    return replace(request, drafter=SuffixDrafter(texts, keyed=ahead))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from specrl.rollout.drafting.suffix import following
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.types import AheadText, Request
 from specrl.rollout.workers.worker import split_work
 
@@ -57,3 +58,11 @@ class Ahead:
 
     def _ended(self, key: int) -> bool:
         return key in self._texts and self._texts[key].finish is not None
+
+
+def following(request: Request, ahead: Sequence[int]) -> Request:
+    """The request with a drafter that follows its text from a rollout ahead."""
+    before = request.drafter
+    if not isinstance(before, SuffixDrafter):
+        return replace(request, drafter=SuffixDrafter(PromptTexts(), keyed=ahead))
+    return replace(request, drafter=SuffixDrafter(before.texts, keyed=ahead, twin=before.twin))

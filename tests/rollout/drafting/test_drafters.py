@@ -179,6 +179,17 @@ def test_a_row_is_lost_when_a_pass_brings_one_token_and_not_the_texts():
     assert drafter.quality == (1, False), "it fits again"
 
 
+def test_a_text_of_a_run_with_the_same_seed_is_a_candidate_where_a_text_ahead_is_left():
+    ahead = [*OLD[:4], 99, *[98] * 20]
+    drafter = SuffixDrafter(PromptTexts(), keyed=ahead, twin=OLD)
+    assert (drafter.propose(OLD[:3], 4), drafter.source) == (ahead[3:7], "ahead")
+    assert (drafter.propose(OLD[:5], 4), drafter.source) == (OLD[5:9], "twin")
+    assert drafter.propose([], 4) == ahead[:4], "a new response follows the text ahead again"
+    without = SuffixDrafter(PromptTexts(), keyed=ahead)
+    without.propose(OLD[:3], 4)
+    assert without.propose(OLD[:5], 4) != OLD[5:9], "control"
+
+
 @pytest.mark.parametrize("source", ["own", "newest", "ahead"])
 def test_a_request_that_is_run_again_begins_anew(source):
     """After a restart it is called as often, follows the same text first, and knows the tokens of the first run."""

@@ -21,13 +21,13 @@ import torch
 
 from specrl.rollout.build import build_engine, build_policy
 from specrl.rollout.config import RolloutConfig
-from specrl.rollout.drafting.suffix import following
 from specrl.rollout.engines.base import EngineSpec, Probe, SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.lossy.routed import RoutedRollout
 from specrl.rollout.lossy.router import Router, StepEnd
 from specrl.rollout.sections import BudgetConfig, ClusterConfig
 from specrl.rollout.types import Completion, EngineStats, RolloutError
+from specrl.rollout.workers.ahead import following
 from specrl.rollout.workers.pool import RolloutPool
 from specrl.run.cluster import connect
 from tests.engines import routed
