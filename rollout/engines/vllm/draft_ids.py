@@ -64,7 +64,8 @@ def draft_from(runner: Any, ids: np.ndarray) -> str:
 
 def peculiar(model: Any) -> str:
     """Why the weight of a draft model's output layer alone does not determine its logits; empty where it does."""
-    layer, logits = getattr(model, "lm_head", None), getattr(model, "logits_processor", None)
+    layer = getattr(model, "lm_head", None)
+    logits = getattr(model, "logits_processor", None)
     if layer is None or logits is None:
         return f"{type(model).__name__} has no output layer of its own"
     if layer.tp_size > 1:

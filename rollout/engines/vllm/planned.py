@@ -142,7 +142,7 @@ class PlannedAdapter:
         found = [self.flow.rows.get(name) for name in by_workers.req_ids]
         rows = [row if row and row.tokens and row.finish is None else None for row in found]
         for name, row in zip(by_workers.req_ids, rows, strict=True):
-            if row and row.draft.source not in ("", "model"):  # not of vLLM's padding, nor of a short guess
+            if row and row.draft.source not in ("", "model"):  # none after vLLM's padding or the model's few tokens
                 row.redraws = by_workers.redraws.get(name, ())
         drafts = self.flow.propose(rows)
         if self.with_model:

@@ -34,7 +34,8 @@ class RedrawVerifier(RolloutVerifier):
     """Int64 [R, K + 1] each; -1 where a token was emitted, or none was sampled."""
 
     def __call__(self, logits, input_batch, draft_logits=None, invalid_drafts=None):
-        self._names, self._parts = input_batch.req_ids, ()
+        self._names = input_batch.req_ids
+        self._parts = ()
         return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
 
     def accept(self, sampled: Tensor, cu_num_logits: Tensor, verify_draft_sampled: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +47,8 @@ class RedrawVerifier(RolloutVerifier):
 
     def take_redraws(self) -> dict[str, list[int]]:
         """The tokens of the last step, once, by request; a request without any is left out."""
-        parts, self._parts = self._parts, ()
+        parts = self._parts
+        self._parts = ()
         if not parts:
             return {}
         rows = zip(self._names, torch.cat(parts).tolist(), strict=True)

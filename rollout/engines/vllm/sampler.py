@@ -269,5 +269,7 @@ def install(runner: Any, verifier: Callable[..., KeyedVerifier] | None = None) -
     """
     runner.sampler.__class__ = KeyedSampler  # whoever holds it shall have it
     runner.sampler.requests = RequestStates(runner)
-    runner.rejection_sampler = (verifier or KeyedVerifier)(runner.sampler, runner.speculative_config, runner.device)
-    runner.sampler.verifier = verifier and runner.rejection_sampler
+    kind = verifier or KeyedVerifier
+    runner.rejection_sampler = kind(runner.sampler, runner.speculative_config, runner.device)
+    if verifier is not None:
+        runner.sampler.verifier = runner.rejection_sampler
