@@ -6,7 +6,7 @@ r"""A reward of one's own: partial credit for a number near the right one.
 """
 
 from specrl.reward.base import Sample
-from specrl.reward.answers import extract_answer
+from specrl.reward.answers import marked_answer
 from specrl.reward.loading import FunctionReward
 
 
@@ -14,7 +14,7 @@ def closeness(prompt: str, completion: str, answer: str | None, **fields) -> flo
     """1 for the right whole number, less the further away; 0 for no number; None (no score) without a reference."""
     if answer is None:
         return None
-    given = extract_answer(completion)
+    given = marked_answer(completion)
     if given is None or not given.lstrip("-").isdecimal():
         return 0.0
     return 1 / (1 + abs(int(given) - int(answer)))

@@ -5,7 +5,7 @@ python examples/rollout_loop.py
 
 import torch
 
-from specrl.reward.answers import extract_answer
+from specrl.reward.answers import marked_answer
 from specrl import EngineSpec, Fingerprint, RolloutConfig, Row, SpeculativeRollout, TrajectoryCache, build_engine
 from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
@@ -23,7 +23,7 @@ for step in range(3):  # every step visits the same prompts, as epochs do
     engine.update_weights(None, version=step)  # None: the engine shares the model
     batch = rollout.generate(rows, visit=step, step=step)
     texts = tokenizer.batch_decode([c.tokens for c in batch.completions], skip_special_tokens=True)
-    scores = [float(extract_answer(t) == problems[r.example_id].answer) for r, t in zip(rows, texts, strict=True)]
+    scores = [float(marked_answer(t) == problems[r.example_id].answer) for r, t in zip(rows, texts, strict=True)]
     rollout.store(rows, batch, step=step, rewards=scores)  # the next visit drafts with these
     groups = torch.tensor(scores).view(-1, config.group_size)
     advantages = (groups - groups.mean(1, keepdim=True)).flatten()

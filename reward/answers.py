@@ -1,84 +1,86 @@
-"""Extracts final answers from text and compares plain numbers, in microseconds; `reward/math.py` states the rules."""
+"""Where a text gives its answer: after its thoughts, in a box, after `####`, or in its last line."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-MAX_ANSWER_CHARS = 1000
+from specrl.reward.spelling import MAX_ANSWER_CHARS, SAYS_SO, bare, canonical
 
-_BRACES = re.compile(r"\\\\|\\(?:boxed|fbox)\s{0,3}\{|\\[{}]|[{}]")
-_HASHES = re.compile(r"(?<!#)####(?!#)")
-_NUMBER = re.compile(r"([+-]?)([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+|(?=\.[0-9]))(?:\.([0-9]*))?")
-# Words after a number are its unit, except for these, which change the number or are part of an expression.
-_NOT_UNITS = "hundred|thousand|million|billion|trillion|dozen|half|squared|cubed|and|or|pi|sqrt|sin|cos|tan|log"
-_WITH_UNIT = re.compile(
-    rf"([+-]?\\?\$?[+-]?[0-9.,]*[0-9])\s+(?!(?:{_NOT_UNITS})s?\b)[a-z]{{3,}}(?:\s+[a-z]+)*", re.IGNORECASE
+_BOXES = re.compile(r"\\\\|\\(?:boxed|fbox)(?:\s{0,3}\{|\s{1,3}(?P<bare>[+-]?\w[\w.,/]{0,30}))|\\[{}]|[{}]")
+# What may be between the boxes of one answer: "\boxed{3}, $x = \boxed{5}$ and \boxed{11}".
+_BETWEEN_BOXES = re.compile(
+    r"(?=.*(?:[,;]|and|or))"
+    r"(?:[\s$,;&~]|\\[,;:! ()\[\]]|\\q?quad|\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|[a-zA-Z]\w?\s*=)+",
+    re.DOTALL,
 )
+_HASHES = re.compile(r"(?<!#)####(?!#)")
+# A line after #### that is a value, not a heading such as "Check", "Step 2" or "3. Check".
+_VALUE = re.compile(
+    r"(?!\d+[.):]\s+[A-Za-z])(?:[-+(\[{\s]*(?:[$€£¥₹]\s?)?[-+]?[\d.]*\d|\\|[([{]*[A-Za-z]\w?\s*(?:=|[.)]*$))"
+)
+_IS = re.compile(r"\b(?:is|are)\b[\s:]*", re.IGNORECASE)
 
 
-def last_box(text: str) -> tuple[int, int, str] | None:
-    r"""(start, end, content) of the last complete `\boxed{...}`, the outer one if nested. Takes linear time."""
-    last: tuple[int, int, str] | None = None
+def final_text(prompt: str, completion: str, tags: Sequence[str]) -> str:
+    """The completion without its thoughts: what follows the last closing tag, nothing while a thought is unfinished.
+
+    Args:
+        prompt: a chat template may end it with the opening tag.
+        tags: the opening and the closing tag; empty if the model writes no thoughts.
+    """
+    if not tags:
+        return completion
+    opening, closing = tags
+    _, closed, rest = completion.rpartition(closing)
+    unfinished = opening in rest or (not closed and prompt.rstrip().endswith(opening))
+    return "" if unfinished else rest
+
+
+def boxes(text: str) -> list[tuple[int, int, str]]:
+    r"""(start, end, content) of the complete `\boxed{...}`, `\fbox{...}` and `\boxed 6`, the outer one if nested."""
+    found: list[tuple[int, int, str]] = []
     opened: list[re.Match[str]] = []
-    for token in _BRACES.finditer(text):
-        if token[0].endswith("{") and token[0] != r"\{":
+    for token in _BOXES.finditer(text):
+        if token["bare"]:
+            found.append((token.start(), token.end(), token["bare"].rstrip(".,")))
+        elif token[0].endswith("{") and token[0] != r"\{":
             opened.append(token)
         elif token[0] == "}" and opened:
             start = opened.pop()
             if start[0] != "{":
-                last = (start.start(), token.end(), text[start.end() : token.start()])
-    return last
+                while found and found[-1][0] > start.start():
+                    found.pop()
+                found.append((start.start(), token.end(), text[start.end() : token.start()]))
+    return found
 
 
-def last_hashes(text: str) -> tuple[int, str] | None:
-    """(start, content) of the last `####` that is followed by something on its line."""
+def marked_answer(text: str) -> str | None:
+    r"""The answer that a text marks as such, or None.
+
+    It is the content of the last `\boxed{...}`; several boxes with only commas, "and" or "or" between them are one
+    answer. In a text without a box it is what follows the last `####`, if that is a value and no heading.
+    """
+    found = boxes(text)
+    if found:
+        group = [found[-1]]
+        for box in reversed(found[:-1]):
+            between = text[box[1] : group[0][0]]
+            if len(between) > 40 or not _BETWEEN_BOXES.fullmatch(between):
+                break
+            group.insert(0, box)
+        return ", ".join(dict.fromkeys(content.strip() for _, _, content in group))
     for mark in reversed(list(_HASHES.finditer(text))):
         end = text.find("\n", mark.end())
-        content = text[mark.end() : end if end >= 0 else len(text)].strip()
-        if content:
-            return mark.start(), content
+        line = text[mark.end() : end if end >= 0 else len(text)].strip()
+        if len(line) > MAX_ANSWER_CHARS or _VALUE.match(bare(line)):
+            return line
     return None
 
 
-def extract_answer(text: str) -> str | None:
-    r"""The last marked answer (`\boxed{...}` or `#### ...`), cleaned by `clean`, or None without a mark."""
-    box = last_box(text)
-    hashes = last_hashes(text)
-    if box is not None and (hashes is None or box[0] > hashes[0]):
-        return clean(box[2])
-    return None if hashes is None else clean(hashes[1])
-
-
-def clean(answer: str) -> str:
-    """The answer without surrounding spaces, dollar signs, asterisks and final periods, and without a number's unit.
-
-    "18 dollars." becomes "18". "18 million" and "18 or 20" stay, as their words change the number.
-    """
-    answer = answer.strip().strip("*").rstrip(".").strip()
-    if len(answer) > 1 and answer[0] == answer[-1] == "$":
-        answer = answer.strip("$").strip()
-    if len(answer) > MAX_ANSWER_CHARS:
-        return answer
-    with_unit = _WITH_UNIT.fullmatch(answer)
-    return with_unit[1] if with_unit else answer
-
-
-def normal_number(answer: str) -> str | None:
-    """A canonical spelling of a plain decimal ("$1,234.50" and "+1234.5" become "1234.5"); None for anything else."""
-    text = answer.replace("\\$", "$").replace("\\!", "").replace("{,}", ",").replace("$", "", 1)
-    match = _NUMBER.fullmatch(text)
-    if match is None:
-        return None
-    integer = match[2].replace(",", "").lstrip("0") or "0"
-    fraction = (match[3] or "").rstrip("0")
-    number = f"{integer}.{fraction}" if fraction else integer
-    return f"-{number}" if match[1] == "-" and number != "0" else number
-
-
-def quick_equal(reference: str, answer: str) -> bool | None:
-    """Whether two answers are equal, if identical text or two plain numbers decide it; otherwise None."""
-    if " ".join(reference.split()) == " ".join(answer.split()):
-        return True
-    expected = normal_number(reference)
-    actual = normal_number(answer)
-    return None if expected is None or actual is None else expected == actual
+def said_answer(text: str) -> str:
+    """What the last line of a text without a mark gives as its answer: in bold, after "is" or "answer:", or all."""
+    line = text.rstrip().rpartition("\n")[2][-MAX_ANSWER_CHARS:].lstrip("# ")
+    said = _IS.split(SAYS_SO.split(line)[-1])[-1]
+    bold = re.findall(r"\*\*([^*]+)\*\*", said)
+    return canonical(bold[-1] if bold else said)

@@ -49,6 +49,8 @@ class Reward(Protocol):
     prevented it: the row is masked and counted, and never becomes 0. Optional members:
 
     - `close()` releases resources.
+    - `check(samples)` says which rows no response could be scored for, such as a reference answer that cannot be read
+      or tests that an empty program passes: an exception or None a sample. It does not look at the completions.
     - `deterministic = True` promises that a score depends on nothing but the sample (no time, no randomness, no judge
       that changes). RewardSet then scores each sample once and reuses the score.
     - `verifiable = True` says that the scores are correctness: 1 for right, less for anything else. pass@k uses it.

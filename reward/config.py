@@ -20,6 +20,9 @@ def doc(default: Any, help: str, *, low: float = 0, high: float = inf, **scope: 
 class RewardConfig:
     functions: list[str] = doc(["math"], "rewards to add up: math, code, format, or your function as module:attribute")
     weights: list[float] = doc([], "weight of each function; empty is 1 each, 0 only logs it")
+    thinking_tags: list[str] = doc(
+        ["<think>", "</think>"], "tags around the thoughts of a response, which are no answer; empty if it has none"
+    )
     timeout_s: float = doc(5.0, "seconds for one answer of a reward worker", resume="free")
     memory_mb: int = doc(2048, "address-space limit of a reward worker in MB; 0 is none", resume="free")
     workers: int = doc(1, "worker processes per reward that needs them", low=1, resume="free")
@@ -45,5 +48,10 @@ class RewardConfig:
             )
         if not all(map(isfinite, self.weights)):
             yield f"{weights} must be finite numbers."
+        if len(self.thinking_tags) not in (0, 2) or not all(self.thinking_tags):
+            yield (
+                f"reward.thinking_tags=[{','.join(self.thinking_tags)}] must be an opening and a closing tag. Try "
+                "reward.thinking_tags=[<think>,</think>], or [] for a model that writes no thoughts."
+            )
         if self.timeout_s == 0:
             yield "reward.timeout_s=0 leaves no time to score. Try reward.timeout_s=5."

@@ -6,7 +6,7 @@ import difflib
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pkgutil import resolve_name
@@ -38,13 +38,36 @@ def load_rewards(config: RewardConfig) -> RewardSet:
     return combined
 
 
-def check(config: RewardConfig) -> None:
+def check(config: RewardConfig, columns: Collection[str] | None = None) -> None:
     """Raises RewardError, in one line, when the configured rewards cannot work: a name, module, signature or weight.
 
     Cheap enough for the start of a program: it imports the user's modules, starts no worker and calls nothing.
+
+    Args: columns: the data's, which functions must not go beyond; None if the data has not been read.
     """
-    names = [spec if spec in BUILT_IN else find(spec)[1] for spec in config.functions]
+    found = {spec: find(spec) for spec in config.functions if spec not in BUILT_IN}
+    names = [found[spec][1] if spec in found else spec for spec in config.functions]
     check_settings(names, config.weights or [1.0] * len(names))
+    for spec, (target, _) in found.items():
+        missing = [] if columns is None else [name for name in _needed(target) if name not in columns]
+        if missing:
+            raise RewardError(
+                f"reward {spec!r} needs the column {missing[0]!r}, which the data does not have. It has: "
+                f"{', '.join(columns or ()) or 'none'}. Rename it, or give that parameter a default"
+            )
+
+
+def _needed(target: Callable[..., Any]) -> list[str]:
+    """The columns without which a plain function cannot be called."""
+    if inspect.isclass(target) or _has_name(target):
+        return []
+    try:
+        parameters = [*inspect.signature(target).parameters.values()][3:]
+    except ValueError:  # a C function without a signature
+        return []
+    fixed = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in fixed]
+    return [name for name in needed if name != "messages"]
 
 
 def load_reward(spec: str, config: RewardConfig | None = None) -> Reward:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from itertools import takewhile
 
 from specrl.reward.base import LimitError, Outcome, Reward, RewardError, Sample, checked_outcomes
@@ -42,6 +43,8 @@ def check_settings(names: Sequence[str], weights: Sequence[float]) -> None:
 class RewardSet:
     """Several rewards with weights; `score(samples)` adds them up.
 
+    A row is checked when it is scored first (`Reward.check`); one that cannot be scored has no score.
+
     A reward stops the run with RewardError when more than `max_failure_ratio` of its latest rows failed, or none has a
     score (see `FailureWindow`). A text that a healthy worker cannot score within its limits is no failure: it has no
     score, or 0.0 with `on_limit="zero"`. A zero needs a second attempt, as a stalled machine must not become a 0.
@@ -66,6 +69,7 @@ class RewardSet:
             name for name, reward in self.rewards.items() if getattr(reward, "deterministic", False) is True
         ]
         self._memos = {name: Memo() for name in deterministic}
+        self._sound: dict[str, set[bytes]] = {name: set() for name in names}  # digests of rows
 
     @property
     def verifiable(self) -> str:
@@ -88,21 +92,35 @@ class RewardSet:
             self._record(result, name, samples, outcomes)
         return result
 
+    def check(self, name: str, samples: Sequence[Sample]) -> list[Exception | None]:
+        """Why a row cannot be scored by a reward, whatever the response; None for a row that can be."""
+        check = getattr(self.rewards[name], "check", None)
+        if check is None:
+            return [None] * len(samples)
+        texts = [repr((sample.answer, sample.fields)) for sample in samples]
+        rows = [blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest() for text in texts]
+        new = {row: sample for row, sample in zip(rows, samples, strict=True) if row not in self._sound[name]}
+        flaws = dict(zip(new, check([*new.values()]), strict=True))
+        self._sound[name] |= {row for row, flaw in flaws.items() if flaw is None}
+        return [flaws.get(row) for row in rows]
+
     def close(self) -> None:
         """Ends the workers of the rewards that have some."""
         for reward in self.rewards.values():
             getattr(reward, "close", lambda: None)()
 
     def _outcomes(self, name: str, samples: list[Sample]) -> list[Outcome]:
-        outcomes = checked_outcomes(self.rewards[name], samples)
-        if self.on_limit == "mask":
-            return outcomes
-        over = [i for i, outcome in enumerate(outcomes) if _caused_by_text(outcome)]
-        if over:
-            second = checked_outcomes(self.rewards[name], [samples[i] for i in over])
-            for i, outcome in zip(over, second, strict=True):
-                outcomes[i] = outcome
+        outcomes: list[Outcome] = [*self.check(name, samples)]
+        self._score(name, samples, outcomes, [i for i, flaw in enumerate(outcomes) if flaw is None])
+        if self.on_limit == "zero":
+            self._score(name, samples, outcomes, [i for i, outcome in enumerate(outcomes) if _caused_by_text(outcome)])
         return outcomes
+
+    def _score(self, name: str, samples: list[Sample], outcomes: list[Outcome], at: list[int]) -> None:
+        """Scores the samples at these indices and writes their outcomes."""
+        scored = checked_outcomes(self.rewards[name], [samples[i] for i in at]) if at else []
+        for i, outcome in zip(at, scored, strict=True):
+            outcomes[i] = outcome
 
     def _record(self, result: RewardResult, name: str, samples: list[Sample], outcomes: list[Outcome]) -> None:
         """Adds one reward's outcomes to the result. Raises RewardError when too many of its latest rows failed."""

@@ -37,11 +37,12 @@ def main(config: GenerateConfig) -> int:
     from specrl.run import preflight
     from specrl.run.accuracy import requests
     from specrl.run.completions import pieces
-    from specrl.run.data import Example
+    from specrl.run.data import Example, framed
     from specrl.run.prompts import render
 
     read = preflight.check(config, training=False)
-    examples = [Example("prompt", config.prompt, None, {})] if config.prompt else read["test"][: config.prompts]
+    asked = Example("prompt", config.prompt, None, {})
+    examples = [framed(asked, config.dataset)] if config.prompt else read["test"][: config.prompts]
     with serving(config) as served:
         tokenizer = served.tokenizer
         if config.dataset.tools:

@@ -11,13 +11,16 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from difflib import get_close_matches
 from hashlib import blake2b
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from specrl.config.options import ConfigError
-from specrl.reward.answers import last_box
+from specrl.reward.answers import marked_answer
+from specrl.reward.spelling import normal_number
 from specrl.rollout.checks import suggestion
 from specrl.rollout.durable import read_json
 from specrl.run.hub import LOCAL_HINT, PRESET_ANSWERS, PRESETS, SUFFIXES, hub_rows, on_hub
@@ -32,8 +35,10 @@ ID_COLUMNS = ("id", "example_id", "unique_id", "uid")
 PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "query", "input")
 ANSWER_COLUMNS = (
     *("answer", "final_answer", "expected_answer", "ground_truth", "reward_model.ground_truth", "target", "label"),
-    "solution",
+    *("output", "solution"),
 )
+SHORT = 100
+"""Characters of a line that is an answer although nothing marks it as one."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,9 @@ class Example:
     prompt: str | list[dict]
     """Plain text, or chat messages with `role` and `content`."""
     answer: str | None
-    """The final answer without its derivation; None if the data has no answer."""
+    """The final answer without its derivation; None if the row has no answer."""
     fields: dict
-    """The data's other columns, passed to reward functions by name."""
+    """The data's other columns, passed to reward functions by name; None where the row has no such column."""
     source: str = field(default="", compare=False)
     """File and line, or data set and row, for messages; empty if the example was generated."""
 
@@ -83,7 +88,7 @@ def load_examples(name: str, config: DatasetConfig, split: Literal["train", "tes
                 f"Try dataset.{split}_size={len(examples)}, or 0 for all."
             )
     chosen = {e.id for e in sorted(examples, key=lambda e: _digest(f"{seed}/{e.id}"))[: size or None]}
-    return [_framed(example, config) for example in examples if example.id in chosen]
+    return [framed(example, config) for example in examples if example.id in chosen]
 
 
 def left_out(config: Config, count: int) -> list[str]:
@@ -94,50 +99,108 @@ def left_out(config: Config, count: int) -> list[str]:
 
 
 def to_dataset(examples: Sequence[Example]) -> Dataset:
-    """A data set for TRL with the columns prompt, example_id, answer and every field. Absent fields are None."""
+    """A data set for TRL whose rows are the examples, by id: `example_id`, `prompt`, `answer` and the fields.
+
+    The rows are looked up and not stored, as the types of Arrow would change values, such as 1 beside "hard" or 0.5.
+    """
     from datasets import Dataset
 
-    columns = {"prompt": [e.prompt for e in examples], "example_id": [e.id for e in examples]}
-    columns |= {"answer": [e.answer for e in examples]}
-    for name in dict.fromkeys(name for example in examples for name in example.fields):
-        values = [example.fields.get(name) for example in examples]
-        mixed = len({type(value) for value in values if value is not None}) > 1  # an Arrow column has one type
-        columns[name] = [None if value is None else str(value) for value in values] if mixed else values
-    return Dataset.from_dict(columns)
+    rows = {e.id: {"example_id": e.id, "prompt": e.prompt, "answer": e.answer, **e.fields} for e in examples}
+
+    def looked_up(batch: dict[str, list[str]]) -> dict[str, list]:
+        found = [rows[name] for name in batch["example_id"]]
+        return {column: [row[column] for row in found] for column in found[0]}
+
+    return Dataset.from_dict({"example_id": [*rows]}).with_transform(looked_up)
 
 
 def _examples(name: str, rows: Sequence[tuple[str, dict]], config: DatasetConfig) -> list[Example]:
     """The examples of rows and their sources; `id` is "" if the data has none."""
-    columns = _columns(rows[0][1])
+    columns = _columns([row for _, row in rows])
     prompt_column = _column(columns, config.prompt_column, PROMPT_COLUMNS, "prompt", name)
     answer_option = config.answer_column or PRESET_ANSWERS.get(name, "")
     answer_column = _column(columns, answer_option, ANSWER_COLUMNS, "answer", name)
     id_column = next((column for column in ID_COLUMNS if column in columns), None)
     used = {prompt_column, answer_column, id_column, "prompt", "example_id", "answer"}
+    alpaca = prompt_column == "instruction" and "input" in columns and not config.prompt_column
+    others = [
+        column for column in columns if column not in used and "." not in column and not (alpaca and column == "input")
+    ]
+    worked = answer_column == "solution" and not answer_option
     examples = []
     for source, row in rows:
-        prompt = _value(row, prompt_column)
-        chat = isinstance(prompt, list) and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in prompt)
-        if not prompt or not (chat or isinstance(prompt, str)):
-            raise ConfigError(f"{source}: '{prompt_column}' must be text or a chat, not {str(prompt)[:60]!r}.")
-        fields = {key: value for key, value in row.items() if key not in used}
-        answer = None
-        reference = _value(row, answer_column)
-        if reference not in (None, ""):
-            answer = final_answer(str(reference))
-            if answer is not None or (answer_column == "solution" and not answer_option):
-                fields = {"solution": str(reference)} | fields
-            else:
-                answer = str(reference).strip()
+        prompt = _prompt(source, prompt_column, _value(row, prompt_column))
+        if alpaca and row.get("input"):
+            prompt = f"{prompt}\n\n{row['input']}"
+        fields = {column: row.get(column) for column in others}
+        text = _answer(source, answer_column, _value(row, answer_column))
+        marked = marked_answer(text) if text else None
+        if marked and normal_number(marked):
+            marked = marked.replace(",", "")  # "1,080", as functions of users read numbers
+        derived = worked and text and (len(text) > SHORT or "\n" in text)
+        answer = marked or (None if derived else text)
+        fields = {"solution": text if marked or worked else None} | fields
         row_id = row.get(id_column)
         examples.append(Example("" if row_id is None else str(row_id), prompt, answer, fields, source))
     return examples
 
 
-def _columns(row: dict) -> list[str]:
-    """The names of a row's columns, then of their parts as `outer.inner`."""
-    parts = [f"{outer}.{inner}" for outer, value in row.items() if isinstance(value, dict) for inner in value]
-    return [*row, *parts]
+def _prompt(source: str, column: str | None, prompt: Any) -> str | list[dict]:
+    """The question of a row as text or chat. Raises ConfigError, which names the row.
+
+    A chat that ends with the assistant is continued if it is a prompt. In another column it is a whole conversation,
+    whose last answer is the solution and is left out.
+    """
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if not (isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt)):
+        raise ConfigError(f"{source}: '{column}' must be text or a chat, not {str(prompt)[:60]!r}.")
+    chat = [{**message, "content": _content(source, column, message)} for message in prompt]
+    if column != "prompt" and len(chat) > 1 and chat[-1]["role"] == "assistant":
+        return chat[:-1]
+    return chat
+
+
+def _content(source: str, column: str | None, message: dict) -> str:
+    """The text of a message; text parts are joined, and a message that only calls tools has none."""
+    content = message.get("content")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    if content is None and message.get("tool_calls"):
+        return ""
+    if isinstance(content, str):
+        return content
+    shown = json.dumps(content, default=str)[:60]
+    raise ConfigError(f"{source}: the content of each message of '{column}' must be text, not {shown}.")
+
+
+def _answer(source: str, column: str | None, value: Any) -> str | None:
+    """A reference answer as text, by its value: 1e-05 is "0.00001", a list is "1, 3", and NaN is no answer."""
+    if isinstance(value, list):
+        return ", ".join(text for item in value if (text := _answer(source, column, item))) or None
+    if isinstance(value, dict):
+        raise ConfigError(
+            f"{source}: the answer '{column}' has parts: {', '.join(map(str, value))}. Name the one that is the "
+            f"answer, such as dataset.answer_column={column}.{next(iter(value), 'value')}."
+        )
+    if value is None or value != value:
+        return None
+    if isinstance(value, float) and isfinite(value):
+        return f"{Decimal(repr(value)):f}".removesuffix(".0")
+    return str(value).strip() or None
+
+
+def _columns(rows: Sequence[dict]) -> list[str]:
+    """The names of the columns of all rows, then of their parts as `outer.inner`."""
+    columns = {column: None for row in rows for column in row}
+    parts = {
+        f"{outer}.{inner}": None
+        for row in rows
+        for outer, value in row.items()
+        if isinstance(value, dict)
+        for inner in value
+    }
+    return [*columns, *parts]
 
 
 def _value(row: dict, column: str | None) -> Any:
@@ -162,17 +225,6 @@ def _column(columns: list[str], option: str, usual: Sequence[str], role: str, na
     return usual_column
 
 
-def final_answer(text: str) -> str | None:
-    """The final answer of a worked solution: after `####` in its last line, or in the last \\boxed{}; else None.
-
-    Thousands separators are removed after `####`: "1,080" becomes "1080".
-    """
-    if match := re.search(r"####[ \t]*(\S[^\n]*)\s*\Z", text):
-        return re.sub(r"(?<=\d),(?=\d{3})", "", match[1].strip())
-    box = last_box(text)
-    return box and box[2].strip()
-
-
 def _identified(examples: list[Example]) -> list[Example]:
     """Assigns ids: the data's ids if different examples have different ones, else content hashes.
 
@@ -194,8 +246,14 @@ def _digest(text: str) -> str:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
 
 
-def _framed(example: Example, config: DatasetConfig) -> Example:
-    """Applies the prompt template and prepends the system message, which turns a plain prompt into a chat."""
+def framed(example: Example, config: DatasetConfig) -> Example:
+    """The example with the prompt template around its question and the system message before it.
+
+    The question is the text, or the last user message of a chat. A system message makes a chat of a text.
+
+    Raises:
+        ConfigError: there is a template, and the chat has no user message.
+    """
     template = config.prompt_template or "{prompt}"
     if isinstance(example.prompt, str):
         text = template.replace("{prompt}", example.prompt)
@@ -203,8 +261,13 @@ def _framed(example: Example, config: DatasetConfig) -> Example:
             return replace(example, prompt=text)
         messages = [{"role": "user", "content": text}]
     else:
-        *earlier, last = example.prompt
-        messages = [*earlier, {**last, "content": template.replace("{prompt}", last["content"])}]
+        messages = [*example.prompt]
+        asked = [at for at, message in enumerate(messages) if message["role"] == "user"]
+        if config.prompt_template and not asked:
+            raise ConfigError(f"{example.source}: the chat has no user message for dataset.prompt_template.")
+        if asked:
+            question = messages[asked[-1]]
+            messages[asked[-1]] = {**question, "content": template.replace("{prompt}", question["content"])}
     if config.system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
     return replace(example, prompt=messages)
@@ -275,7 +338,7 @@ def _parsed(path: Path) -> list[tuple[str, dict]]:
             import pyarrow.parquet as pq
 
             return [(f"{path}, row {number}", row) for number, row in enumerate(pq.read_table(path).to_pylist(), 1)]
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise ConfigError(f"Cannot read {path}: {str(error).splitlines()[0]}.") from error
     rows = []

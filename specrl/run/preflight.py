@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specrl.config.options import ConfigError, plain
 from specrl.config.rules import warnings
-from specrl.reward.base import RewardError
+from specrl.reward.base import RewardError, Sample
 from specrl.reward.loading import check as check_rewards
+from specrl.reward.loading import load_rewards
 from specrl.run import policy
 from specrl.run.data import left_out, load_examples
 from specrl.run.hub import on_hub
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
     from specrl.config.schema import Config
     from specrl.run.data import Example
 
+EVENLY = 64
+MOST_FORMS = 256
 CONFIG_COMMENT = "the comment at the top of the config file may say with which options"
 
 
@@ -121,7 +127,7 @@ def check(config: Config, training: bool = True, read: bool = True) -> dict[str,
         )
     if config.scores:
         try:
-            check_rewards(config.reward)
+            check_rewards(config.reward, [*some[0].fields] if (some := [*chain(*examples.values())]) else None)
         except RewardError as error:
             raise ConfigError(" ".join(str(error).split())) from error
     return examples
@@ -146,7 +152,9 @@ def dry_run(config: Config, training: bool = True) -> str:
     policy.device(config)
     model_on_hub = policy.on_hub(config.model) or policy.on_hub(config.tokenizer)
     if not model_on_hub:
-        lines += _prompt_lines(config, [example for rows in examples.values() for example in rows])
+        lines += _prompt_lines(config, [*chain(*examples.values())])
+    if config.scores:
+        lines += _reward_lines(config, [*chain(*examples.values())])
     unchecked = [f"model={config.model}"] * model_on_hub + [f"data={config.data}"] * on_hub(config.data)
     if unchecked:
         lines.append(f"Not checked, because it is on the hub: {', '.join(unchecked)}.")
@@ -170,6 +178,60 @@ def _prompt_lines(config: Config, prompts: Sequence[Example]) -> list[str]:
     if not prompts:
         return []
     return [f"The longest prompt has {longest} tokens.", *described(prompts[0], tokenizer, config.dataset)]
+
+
+def _reward_lines(config: Config, examples: Sequence[Example]) -> list[str]:
+    """Checks rows as the first scoring does (`Reward.check`), and returns a line about each reward that can.
+
+    Raises:
+        ConfigError: more of the rows cannot be scored than `reward.max_failure_ratio` allows.
+    """
+    rows = telling(examples)
+    samples = [Sample("", "", example.answer, example.fields) for example in rows]
+    try:
+        with closing(load_rewards(config.reward)) as rewards:
+            able = [name for name, reward in rewards.rewards.items() if rows and hasattr(reward, "check")]
+            flaws = {name: rewards.check(name, samples) for name in able}
+    except RewardError as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    lines = []
+    for name, found in flaws.items():
+        first = next((at for at, flaw in enumerate(found) if flaw), None)
+        if first is None:
+            lines.append(f"The reward {name} can score all {len(rows)} rows that were checked.")
+            continue
+        line = (
+            f"The reward {name} cannot score {sum(map(bool, found))} of the {len(rows)} rows that were checked. The "
+            f"first is {rows[first].source or rows[first].id}: {' '.join(str(found[first]).split())[:300]}."
+        )
+        if sum(map(bool, found[:EVENLY])) > config.reward.max_failure_ratio * len(found[:EVENLY]):
+            raise ConfigError(f"{line} Mend or leave out such rows, or name another column: dataset.answer_column.")
+        lines.append(line)
+    return lines
+
+
+def telling(examples: Sequence[Example]) -> list[Example]:
+    """EVENLY examples that are evenly spaced, then one of each other form, up to MOST_FORMS."""
+    step = max(1, len(examples) // EVENLY)
+    chosen = [*examples[::step][:EVENLY]]
+    forms = {_form((example.answer, example.fields)) for example in chosen}
+    for example in examples:
+        form = _form((example.answer, example.fields))
+        if form not in forms and len(forms) < MOST_FORMS:
+            forms.add(form)
+            chosen.append(example)
+    return chosen
+
+
+def _form(value: Any) -> str:
+    """What values have in common that differ only in letters, digits and lengths."""
+    if isinstance(value, dict):
+        return "".join(f"{key}={_form(part)}," for key, part in value.items())
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(dict.fromkeys(map(_form, value[:20])))}]"
+    if isinstance(value, str):
+        return re.sub(r"\d+", "9", re.sub(r"[^\W\d_]+", "a", value[:40]))[:12]
+    return type(value).__name__
 
 
 def sizes(config: Config, count: int | None = None) -> list[str]:

@@ -33,12 +33,15 @@ class Prompt:
     """The text that `ids` encode; with a chat template its complete output, including special tokens."""
     messages: list[dict[str, Any]] | None
     """The messages of a chat; None if the prompt is plain text."""
+    example: Example
 
-    def sample(self, completion: str | list[dict[str, Any]], answer: str | None, fields: dict[str, Any]) -> Sample:
+    def sample(self, completion: str | list[dict[str, Any]]) -> Sample:
         """The input of reward functions for one response to this prompt.
 
         Args: completion: the response's text, or the messages that followed the prompt; the last one is then the text.
         """
+        answer = self.example.answer
+        fields = self.example.fields
         if isinstance(completion, str):
             return Sample(self.text, completion, answer, fields, self.messages)
         return Sample(self.text, completion[-1]["content"], answer, fields, [*(self.messages or []), *completion])
@@ -47,7 +50,8 @@ class Prompt:
 def render(example: Example, tokenizer: PreTrainedTokenizerBase, options: DatasetConfig) -> Prompt:
     """Renders and tokenizes a prompt as TRL does: with the chat template, or as plain text if there is none.
 
-    With a chat template, plain text becomes one user message. Without one, messages are joined by blank lines.
+    With a chat template, plain text becomes one user message, and a last message of the assistant is continued.
+    Without one, messages are joined by blank lines.
 
     Raises:
         ConfigError: the tokenizer has no chat template although the options need one, or it rejects the messages.
@@ -62,7 +66,7 @@ def render(example: Example, tokenizer: PreTrainedTokenizerBase, options: Datase
         text = prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
     # `check_lengths` reports prompts that are too long, so the tokenizer's own warning is off
     ids = tokenizer(text, add_special_tokens=not template, verbose=False)["input_ids"]
-    return Prompt(list(ids), text, messages)
+    return Prompt(list(ids), text, messages, example)
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, options: DatasetConfig) -> str:
@@ -110,8 +114,10 @@ def _templated(
         from specrl.run.tools import load_tools
 
         given["tools"] = load_tools(tuple(options.tools))[1]
+    begun = messages[-1]["role"] == "assistant"
+    given |= {"continue_final_message": True} if begun else {"add_generation_prompt": True}
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **given)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **given)
     except TemplateError as error:  # for example a template that does not accept system messages
         raise ConfigError(
             f"The tokenizer's chat template refuses the messages of {name(example)}: {error}. Change the roles, leave "
@@ -160,7 +166,7 @@ def seen(
 ) -> list[Sample]:
     """The input of reward functions for one response to each example. Args: responses: texts, or messages each."""
     pairs = zip(examples, responses, strict=True)
-    return [render(e, tokenizer, options).sample(text, e.answer, e.fields) for e, text in pairs]
+    return [render(example, tokenizer, options).sample(text) for example, text in pairs]
 
 
 def name(example: Example) -> str:

@@ -227,11 +227,7 @@ def scorer(rewards: RewardSet, tokenizer: PreTrainedTokenizerBase, prompts: Mapp
         texts: Sequence[Any] = responses
         if not messages:
             texts = tokenizer.batch_decode([*responses], skip_special_tokens=True)
-        samples = []
-        for row, text in zip(rows, texts, strict=True):
-            fields = {name: value for name, value in row.items() if name not in ("prompt", "answer")}
-            samples.append(prompts[row["example_id"]].sample(text, row["answer"], fields))
-        result = rewards.score(samples)
+        result = rewards.score([prompts[row["example_id"]].sample(text) for row, text in zip(rows, texts, strict=True)])
         metrics = {
             "reward/failed": count(sum(total is None for total in result.total)),
             "reward/timeouts": count(sum(result.timeouts.values())),

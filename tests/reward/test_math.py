@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from specrl.reward.answers import extract_answer, last_box, normal_number, quick_equal
+from specrl.reward.answers import boxes, final_text, marked_answer
 from specrl.reward.base import Sample
 from specrl.reward.config import RewardConfig
 from specrl.reward.math import CANARY, MathReward, make_checker
 from specrl.reward.set import RewardSet
+from specrl.reward.spelling import canonical, normal_number, quick_equal
 from specrl.reward.worker import answer as worker_answer
 
 DATA = Path(__file__).parents[2].parent / "shared/data"
@@ -54,19 +55,26 @@ def rows(name: str, count: int) -> list[dict]:
     ("text", "answer"),
     [
         ("so\n#### 18", "18"),
-        ("#### 1,234\n", "1,234"),
-        ("#### 18 dollars per day.", "18"),
-        ("#### 18 million", "18 million"),
-        ("#### 18 or 20", "18 or 20"),
-        ("**#### 18.**", "18"),
-        ("#### $18$", "18"),
+        ("#### 18 dollars per day.", "18 dollars per day."),
+        ("#### **18**", "**18**"),
+        ("#### The answer is 18", "The answer is 18"),
         ("#### 5 #### 6", "6"),
         ("#### 5\n####  \n", "5"),
+        ("#### 5\n#### Check\nIt is.", "5"),
+        ("#### Step 2\nIt is 5.", None),
+        ("#### 2. Add\nIt is 5.", None),
+        ("#### A triangle\nhas 3 sides", None),
+        ("#### B", "B"),
+        ("#### x = 4", "x = 4"),
         ("##### 5", None),
-        (r"\boxed{5} then #### 6", "6"),
+        (r"\boxed{5} then #### 6", "5"),
         (r"#### 5 and \boxed{6}", "6"),
-        (r"#### \boxed{7}", "7"),
         (r"\boxed{1} \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{1}, then \boxed{2}", "2"),
+        (r"$\boxed{1}$, $\boxed{2}$ and $y = \boxed{4}$.", "1, 2, 4"),
+        (r"\boxed{1} or \boxed{1}", "1"),
+        (r"\boxed{\text{of } \boxed{3}, \boxed{4}}", r"\text{of } \boxed{3}, \boxed{4}"),
+        (r"the largest is $\boxed 6$.", "6"),
         (r"\fbox{3}", "3"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed{5} and \boxed{6", "5"),
@@ -74,21 +82,108 @@ def rows(name: str, count: int) -> list[dict]:
         (r"\boxed{}", ""),
         ("the answer is 18", None),
         ("", None),
-        (r"\boxed{65960 dollars}", "65960"),
-        (r"\boxed{\$65,960 dollars a year}", r"\$65,960"),
-        (r"\boxed{5 sin x}", "5 sin x"),
     ],
 )
-def test_extract_answer(text, answer):
-    assert extract_answer(text) == answer
+def test_marked_answer(text, answer):
+    assert marked_answer(text) == answer
 
 
-def test_extraction_takes_linear_time():
-    for unit in (r"\boxed{", "#### ", "{", "}", r"\boxed   ", "#### 1 a", "####\n"):
-        start = time.thread_time()  # a quadratic scan takes tens of seconds
-        extract_answer(unit * 20_000)
+@pytest.mark.parametrize(
+    ("answer", "wanted"),
+    [
+        ("18 dollars per day.", "18"),
+        ("$18$", "18"),
+        ("**The final answer is: 18**", "18"),
+        (r"\(18\)", "18"),
+        (r"\text{18 pens}", "18"),
+        ("18cm", "18"),
+        ("18 km/h", "18"),
+        (r"18\,\mathrm{cm}^2", "18"),
+        ("€18", "18"),
+        ("18元", "18"),
+        ("18 (eighteen)", "18"),
+        ("- 18", "-18"),
+        ("−18", "-18"),
+        ("1 1/2 hours", r"1\frac{1}{2}"),
+        ("18 000", "18000"),
+        (r"18\,000", "18000"),
+        ("18 percent", "18 percent"),
+        ("18 or 20", "18 or 20"),
+        ("18 to 20", "18 to 20"),
+        ("18x", "18x"),
+        ("18 x", "18 x"),
+        ("18ab", "18ab"),
+        ("18 dozen", "18 dozen"),
+        ("18 hundred", r"18 \cdot 10^{2}"),
+        (r"1.8 \text{ million}", r"1.8 \cdot 10^{6}"),
+        ("6:00 PM", "6:00 PM"),
+        ("5 sin x", r"5 \sin x"),
+        ("60°", r"60^\circ"),
+        (r"\frac{1}{2}", r"\frac{1}{2}"),
+    ],
+)
+def test_canonical_answers(answer, wanted):
+    assert canonical(answer) == wanted
+
+
+def test_extraction_takes_linear_time(no_worker):
+    for unit in [
+        *(
+            "\\boxed{",
+            "}",
+            "{",
+            "\\{",
+            "####",
+            "#### ",
+            "#### 5 ",
+            "\\fbox {",
+            " ",
+            "\\boxed{1}, ",
+            "5 ",
+            "5,",
+            "\\text{",
+        ),
+        *("$", "**", "\\(", "answer ", "is ", "<think>", "</think>", "1/", "\\ ", "~", "(", "5 a"),
+    ]:
+        start = time.thread_time()
+        score(no_worker, "#### " + unit * 20_000, "Monday")
+        score(no_worker, "\\boxed{" + unit * 400 + "}", "Monday")
         assert time.thread_time() - start < 2, unit
-    assert last_box(r"\boxed{" * 1000 + "}" * 1000)[0] == 0
+    (box,) = boxes(r"\boxed{" * 1000 + "}" * 1000)
+    assert box[0] == 0
+
+
+TAGS = "<think>", "</think>"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "rest"),
+    [
+        ("q", "5", "5"),
+        ("q", "<think>5?</think>6", "6"),
+        ("q", "5?</think>6", "6"),
+        ("q", "<think>5?</think>6<think>7", ""),
+        ("q", "<think>5?", ""),
+        ("q <think>\n", "5?", ""),
+        ("q <think>\n", "5?</think>6", "6"),
+        ("Write <think> first.", "5", "5"),
+    ],
+)
+def test_thoughts_are_no_answer(prompt, completion, rest):
+    assert final_text(prompt, completion, TAGS) == rest
+    assert final_text(prompt, completion, []) == completion
+    other = completion.replace("think>", "reason>")
+    assert final_text(prompt.replace("think>", "reason>"), other, ["<reason>", "</reason>"]) == rest
+
+
+def test_a_draft_in_thoughts_scores_nothing(no_worker):
+    completion = r"<think>Maybe \boxed{7}?</think> No. The answer is \boxed{8}."
+    assert score(no_worker, completion, "8") == 1.0
+    assert score(no_worker, completion.partition(" No.")[0], "7") == 0.0
+    assert score(no_worker, r"Maybe \boxed{7}?", "7", prompt="What? <think>") == 0.0
+    planted = MathReward(RewardConfig(thinking_tags=[]))
+    planted.pool.close()
+    assert score(planted, completion.partition(" No.")[0], "7") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -151,15 +246,72 @@ def test_quick_wrong_answers_never_reach_the_worker(no_worker):
         (r"\boxed{\notacommand{!}}", "18", 0.0),
         ("I get 18, no, 20.", "18", 0.0),
         ("I get 18, no, 20.", "20", 1.0),
+        # several boxes, mixed numbers, letters, times, words
+        (r"$x=\boxed{2}$ or $x=\boxed{9}$", "2, 9", 1.0),
+        (r"$x=\boxed{2}$ or $x=\boxed{9}$", "9", 0.0),
+        (r"\boxed{3 1/4}", r"\frac{13}{4}", 1.0),
+        (r"\boxed{13/4}", "3 1/4", 1.0),
+        (r"\boxed{3 1/4}", r"\frac{1}{4}", 0.0),
+        (r"\boxed{\textbf{(B)}\ 7}", "B", 1.0),
+        (r"\boxed{B: the second}", "(B)", 1.0),
+        (r"\boxed{\text{Bat}}", "B", 0.0),
+        ("The answer is (B).", "B", 1.0),
+        ("So it is:\n(B) 7", "C", 0.0),
+        (r"\boxed{7{:}15\text{ AM}}", "7:15 AM", 1.0),
+        (r"\boxed{7:15 \text{ PM}}", "7:15 AM", 0.0),
+        (r"\boxed{\text{No solution}}", "no solution", 1.0),
+        ("There is no solution.", "no solution", 1.0),
+        ("The day is not Monday.", "Monday", 0.0),
+        ("**Monday**", "Monday", 1.0),
+        # a variable is no unit, and a unit no variable
+        (r"\boxed{\frac{w}{4}}", r"\frac{1}{4}w", 1.0),
+        (r"\boxed{\frac{1}{4}}", r"\frac{1}{4}w", 0.0),
+        (r"\boxed{4}", "4k", 0.0),
+        (r"\boxed{4k}", "4", 0.0),
+        (r"\boxed{4m}", "4s", 0.0),
+        ("#### 4 m", "4", 1.0),
+        (r"\boxed{4\sqrt{2}\text{ cm}}", r"4\sqrt{2}", 1.0),
+        (r"\boxed{4\sqrt{3}\text{ cm}}", r"4\sqrt{2}", 0.0),
+        # powers of ten in words
+        ("#### 3 million", "3000000", 1.0),
+        ("It costs 3 million dollars.", "3", 0.0),
+        ("It costs 3 million dollars.", "3,000,000", 1.0),
+        # small numbers are not rounded to zero
+        (r"\boxed{\frac{1}{28!}}", r"\frac{1}{27!}", 0.0),
+        (r"\boxed{\frac{1}{27!}}", r"\frac{1}{27!}", 1.0),
+        (r"\boxed{2 \cdot 10^{-7}}", "0.0000003", 0.0),
+        (r"\boxed{2 \cdot 10^{-7}}", "0.0000002", 1.0),
+        (r"\boxed{0.333333}", r"\frac{1}{3}", 1.0),
+        # dots are an element of their own
+        (r"\boxed{1, 2, \dots, 9}", r"1, 2, \ldots, 9", 1.0),
+        (r"\boxed{1, 3, \ldots, 9}", r"1, 2, \ldots, 9", 0.0),
+        # headings are no answers
+        ("#### Step 3\nThe answer is 18.", "18", 1.0),
+        ("#### Step 3\nThe answer is 18.", "3", 0.0),
+        ("The product is \\boxed{18}.\n\n#### 3. Check", "18", 1.0),
     ],
 )
 def test_math_verify_decides_the_rest(reward, completion, reference, value):
     assert score(reward, completion, reference) == value
 
 
-@pytest.mark.parametrize("reference", [None, "", "  ", "}{", "????", "x" * 1001])
+SENTENCE = "Ben pays 3 dollars in all"
+
+
+@pytest.mark.parametrize("reference", [None, "", "  ", "}{", "????", "x" * 1001, SENTENCE, "9. It is so."])
 def test_without_a_usable_reference_there_is_no_score(reward, reference):
-    assert score(reward, r"\boxed{3}", reference) is None
+    (flaw,) = reward.check([Sample("p", "", reference)])
+    assert isinstance(flaw, Exception)
+    rewards = RewardSet([reward], max_failure_ratio=1)
+    assert rewards.score([Sample("p", r"\boxed{3}", reference)]).total == [None]
+
+
+@pytest.mark.parametrize(
+    "reference", ["3", "1,000", r"\frac{1}{3}", "x+1", "C", "Monday", "no solution", "6:00 PM", "(1, 2]"]
+)
+def test_a_usable_reference_equals_itself(reward, reference):
+    assert reward.check([Sample("p", "ignored", reference)]) == [None]
+    assert score(reward, rf"\boxed{{{reference}}}", reference) == 1.0
 
 
 def test_equal_comparisons_are_made_once(reward, monkeypatch):
@@ -279,9 +431,14 @@ def test_every_reference_equals_itself_boxed(no_worker):
     assert no_worker(boxed) == [1.0] * 1819
 
 
+def test_every_reference_of_math500_can_be_read(reward):
+    samples = [Sample(row["problem"], "", row["answer"]) for row in rows("math500/test.jsonl", 500)]
+    assert reward.check(samples) == [None] * 500
+
+
 def test_math500_solutions_score_one_and_others_zero(reward):
     data = rows("math500/test.jsonl", 60)
     right = reward([Sample(row["problem"], row["solution"], row["answer"]) for row in data])
-    assert sum(value == 1.0 for value in right) >= 0.97 * 60
+    assert right == [1.0] * 60
     wrong = reward([Sample(row["problem"], r"\boxed{-98765.4321}", row["answer"]) for row in data])
     assert wrong == [0.0] * 60

@@ -11,6 +11,7 @@ from specrl.config.options import ConfigError
 from specrl.results.records import read_records
 from specrl.reward.set import RewardResult
 from specrl.rollout.reduction import Metric, merged
+from specrl.run.data import Example
 from specrl.run.lora import adapter
 from specrl.run.prompts import Prompt
 from specrl.run.run import scorer
@@ -235,16 +236,17 @@ def test_scorer_hands_over_the_columns_and_counts_failures():
 
     echo = Echo()
     tokenizer = AutoTokenizer.from_pretrained(policy())
-    prompts = {"e": Prompt([5], "the prompt", None)}
+    example = Example("e", "p", None, {"level": 3, "share": 0.5, "tests": [1, "2"]})
+    prompts = {"e": Prompt([5], "the prompt", None, example)}
     score = scorer(RewardSet([echo], [0.5], max_failure_ratio=1), tokenizer, prompts)
-    rows = [{"prompt": "p", "answer": None, "example_id": "e", "level": 3}] * 3
+    rows = [{"prompt": "p", "example_id": "e"}] * 3
     totals, metrics = score(rows, [tokenizer(text).input_ids for text in "789"])
     assert totals == [None, 1.0, 2.0]
     counts = {"reward/failed": 1, "reward/timeouts": 0, "reward/over_limit": 0, "reward/reused_ratio": 0}
     assert metrics == {**counts, "rewards/echo/mean": 3.0}
     assert [s.completion for s in echo.samples] == ["7", "8", "9"]
     assert (echo.samples[0].prompt, echo.samples[0].answer) == ("the prompt", None)
-    assert echo.samples[0].fields == {"example_id": "e", "level": 3}
+    assert echo.samples[0].fields is example.fields, "as an evaluation has them, no type of a table between"
 
 
 @pytest.mark.parametrize("how", [Metric.later, Metric.beside])
@@ -257,9 +259,10 @@ def test_scores_of_parts_of_a_batch_are_counted_as_those_of_the_whole(how):
 
     def metrics(*results: RewardResult) -> dict[str, Metric]:
         rewards = SimpleNamespace(score=lambda samples: results[0])
-        rows = [{"prompt": "p", "answer": None, "example_id": "e"}] * len(results[0].total)
+        rows = [{"example_id": "e"}] * len(results[0].total)
         tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids))
-        return scorer(rewards, tokenizer, {"e": Prompt([5], "p", None)})(rows, [[1]] * len(rows))[1]
+        prompt = Prompt([5], "p", None, Example("e", "p", None, {}))
+        return scorer(rewards, tokenizer, {"e": prompt})(rows, [[1]] * len(rows))[1]
 
     few, many = result(2, 1), result(5, 3)
     both = RewardResult(few.total + many.total, {name: few.parts[name] + many.parts[name] for name in "ab"})

@@ -7,7 +7,7 @@ import pytest
 
 from specrl.config.options import ConfigError
 from specrl.config.schema import DatasetConfig
-from specrl.run.data import Example, final_answer, load_examples, to_dataset
+from specrl.run.data import Example, load_examples, to_dataset
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"} for n in range(20)]
 
@@ -60,30 +60,101 @@ def test_template_and_system_prompt_do_not_change_ids(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"),
+    ("value", "answer"),
     [
         ("so 1 + 1 = 2\n#### 2", "2"),
         ("####-1,234,567 \n", "-1234567"),
-        ("#### 1\nno, wait\n#### 3", "3"),
-        ("#### Plan\nfirst we add", None),
-        ("\\boxed{1} or rather \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
-        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
-        ("\\boxed{a \\\\ {b}} c}", "a \\\\ {b}"),
-        ("\\boxed{never closed", None),
-        ("42", None),
+        ("#### Plan\nfirst we add", "#### Plan\nfirst we add"),
+        (r"\boxed{1} or $x = \boxed{\frac{1}{2}}$.", r"1, \frac{1}{2}"),
+        (r"\boxed{1} or rather $x = \boxed{2}$.", "2"),
+        ("42", "42"),
+        (4, "4"),
+        (0, "0"),
+        (2.50, "2.5"),
+        (7.0, "7"),
+        (3e16, "30000000000000000"),
+        (0.00002, "0.00002"),
+        (True, "True"),
+        (["2"], "2"),
+        (["1", 3.0, None], "1, 3"),
+        ([], None),
+        ("", None),
+        (" ", None),
+        (None, None),
+        (float("nan"), None),
     ],
 )
-def test_final_answer(text, answer):
-    assert final_answer(text) == answer
+def test_answers_are_read_by_value(tmp_path, value, answer):
+    rows = [{"question": "q?", "answer": "1"}, {"question": "p?", "answer": value}]
+    assert load(write(tmp_path / "a.jsonl", rows))[1].answer == answer
 
 
-def test_math_without_answer_column_takes_the_last_box(tmp_path):
-    rows = [{"problem": "p", "solution": "\\boxed{1} then \\boxed{7}"}, {"problem": "q", "solution": "no box"}]
+def test_math_without_answer_column_takes_the_boxes_or_a_short_solution(tmp_path):
+    solutions = ["\\boxed{1} then \\boxed{7}", "$\\frac{3}{2}$", "Add.\nThen take the half.", "x" * 101, None]
+    rows = [{"problem": "p", "solution": solution} for solution in solutions]
     examples = load(write(tmp_path / "a.jsonl", rows))
-    assert [(e.prompt, e.answer, e.fields["solution"]) for e in examples] == [
-        ("p", "7", rows[0]["solution"]),
-        ("q", None, "no box"),
+    assert [e.answer for e in examples] == ["7", "$\\frac{3}{2}$", None, None, None]
+    assert [e.fields["solution"] for e in examples] == solutions
+
+
+def test_every_row_has_the_columns_of_all_rows(tmp_path):
+    rows = [
+        {"question": "a?", "level": 1},
+        {"question": "b?", "answer": 3, "level": "hard"},
+        {"question": "c?", "x": []},
     ]
+    examples = load(write(tmp_path / "a.jsonl", rows))
+    assert [e.answer for e in examples] == [None, "3", None]
+    assert [e.fields for e in examples] == [
+        {"solution": None, "level": 1, "x": None},
+        {"solution": None, "level": "hard", "x": None},
+        {"solution": None, "level": None, "x": []},
+    ]
+
+
+def test_instruction_and_input_are_one_question(tmp_path):
+    rows = [
+        {"instruction": "Add.", "input": "2 and 3", "output": "5"},
+        {"instruction": "Say 4.", "input": "", "output": 4},
+    ]
+    first, second = load(write(tmp_path / "a.jsonl", rows))
+    assert (first.prompt, first.answer) == ("Add.\n\n2 and 3", "5")
+    assert (second.prompt, second.answer) == ("Say 4.", "4")
+    assert "input" not in first.fields
+    assert load(write(tmp_path / "b.jsonl", [{"input": "2 + 2?", "target": "4"}]))[0].prompt == "2 + 2?"
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+@pytest.mark.parametrize("begins", [b"", b"\xef\xbb\xbf"])
+def test_byte_order_marks_and_line_ends(tmp_path, begins, ends):
+    rows = [{"question": "Wie viel ist 3 × 4?\u2028", "answer": "12"}, {"question": "b", "answer": "1"}]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + ends for row in rows)
+    (tmp_path / "a.jsonl").write_bytes(begins + lines.encode())
+    assert [e.prompt for e in load(tmp_path / "a.jsonl")] == [row["question"] for row in rows]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def test_the_last_role_of_a_chat_decides(tmp_path):
+    begun = [user("6*7?"), assistant("I add: ")]
+    (example,) = load(write(tmp_path / "a.jsonl", [{"prompt": begun}]), prompt_template="Q: {prompt}")
+    assert [m["content"] for m in example.prompt] == ["Q: 6*7?", "I add: "]
+    solved = [{"messages": [user("1+1?"), assistant("2"), user("2+2?"), assistant("4")]}]
+    (example,) = load(write(tmp_path / "b.jsonl", solved), prompt_column="messages", prompt_template="<{prompt}>")
+    assert [m["content"] for m in example.prompt] == ["1+1?", "2", "<2+2?>"]
+
+
+def test_parts_of_text_are_joined(tmp_path):
+    parts = [{"type": "text", "text": "Add "}, {"type": "text", "text": "2 and 3."}]
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+    (example,) = load(write(tmp_path / "a.jsonl", [{"prompt": [user(parts), called, user("go on")]}]))
+    assert [m["content"] for m in example.prompt] == ["Add 2 and 3.", "", "go on"]
 
 
 def test_parquet_shards_and_column_options(tmp_path):
@@ -94,8 +165,8 @@ def test_parquet_shards_and_column_options(tmp_path):
     (tmp_path / "test.jsonl").write_text(json.dumps({"Text": "u", "Gold": 0.5}))
     columns = {"prompt_column": "Text", "answer_column": "Gold"}
     assert [(e.prompt, e.answer, e.fields) for e in load(tmp_path, **columns)] == [
-        ("t0", "0", {"kind": "k"}),
-        ("t1", "1", {"kind": "k"}),
+        ("t0", "0", {"solution": None, "kind": "k"}),
+        ("t1", "1", {"solution": None, "kind": "k"}),
     ]
     assert load(tmp_path, "test", **columns)[0].answer == "0.5"
 
@@ -189,6 +260,10 @@ def test_hub_failures_are_one_readable_line(monkeypatch, failure, message):
         ("{d}/train.jsonl", {"answer_column": "gold"}, r"no column 'gold'.*Set dataset\.answer_column"),
         ("{d}/odd.jsonl", {}, r"no column prompt or question.*It has: a, b\. Set dataset\.prompt_column"),
         ("{d}/gap.jsonl", {}, r"gap\.jsonl, line 2: 'question' must be text or a chat, not 'None'"),
+        ("{d}/null.jsonl", {}, r"null\.jsonl, line 1: the content of each message of 'prompt' must be text, not null"),
+        ("{d}/picture.jsonl", {}, r"picture\.jsonl, line 1: the content of each message .* not .*image"),
+        ("{d}/parts.jsonl", {}, r"parts\.jsonl, line 1: .*style, value\. .*dataset\.answer_column=answer\.style"),
+        ("{d}/asked.jsonl", {"prompt_template": "<{prompt}>"}, r"asked\.jsonl, line 1: the chat has no user message"),
         (
             "{d}/train.jsonl",
             {"train_size": 21},
@@ -204,6 +279,10 @@ def test_errors(tmp_path, name, options, message):
     write(tmp_path / "empty.jsonl", [])
     write(tmp_path / "list.jsonl", [3])
     write(tmp_path / "odd.jsonl", [{"a": 1, "b": 2}])
+    write(tmp_path / "null.jsonl", [{"prompt": [user(None)]}])
+    write(tmp_path / "picture.jsonl", [{"prompt": [user([{"type": "image"}])]}])
+    write(tmp_path / "parts.jsonl", [{"prompt": "p", "answer": {"style": "rule", "value": 1}}])
+    write(tmp_path / "asked.jsonl", [{"prompt": [{"role": "system", "content": "s"}]}])
     write(tmp_path / "gap.jsonl", [ROWS[0], {"answer": "1"}])
     (tmp_path / "torn.jsonl").write_text('{"question": "a"}\n{"quest')
     (tmp_path / "notes.txt").write_text("hello")
@@ -236,9 +315,9 @@ def test_parts_in_percent_are_rounded_as_datasets_does(tmp_path, count):
                 load(name, train_split=f"train[:{percent}%]")
 
 
-def test_to_dataset_has_the_columns_trl_and_rewards_need():
-    examples = [Example("a", "p", "1", {"level": 2}), Example("b", "q", None, {"level": "x", "topic": "t"})]
-    dataset = to_dataset(examples)
-    assert dataset.column_names == ["prompt", "example_id", "answer", "level", "topic"]
-    assert dataset[1] == {"prompt": "q", "example_id": "b", "answer": None, "level": "x", "topic": "t"}
-    assert dataset[0] == {"prompt": "p", "example_id": "a", "answer": "1", "level": "2", "topic": None}
+def test_the_rows_of_trl_have_the_values_of_the_examples(tmp_path):
+    rows = [{"prompt": "p", "answer": 1, "level": 2, "x": 1}, {"prompt": [user("q")], "level": "x", "x": 0.5}]
+    examples = load(write(tmp_path / "a.jsonl", rows))
+    for row, example in zip(to_dataset(examples), examples, strict=True):
+        assert row == {"example_id": example.id, "prompt": example.prompt, "answer": example.answer} | example.fields
+        assert [type(value) for value in row.values()][3:] == [type(value) for value in example.fields.values()]

@@ -60,6 +60,12 @@ def test_the_chat_template_is_around_texts_and_chats(when):
     assert text.messages == [{"role": "user", "content": "one two"}]
 
 
+def test_a_begun_answer_is_continued():
+    begun = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two be"}]
+    prompt = shown(Example("c", begun, None, {}), CHAT + "{% if not add_generation_prompt %} brief{% endif %}")
+    assert prompt.text == "<s> <user> one <assistant> two be", "nothing of the template is after it"
+
+
 def test_a_template_that_begins_with_the_first_token_gets_no_second_one():
     tokenizer = tiny_tokenizer(CHAT)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
@@ -70,9 +76,9 @@ def test_a_template_that_begins_with_the_first_token_gets_no_second_one():
 
 @pytest.mark.parametrize(("template", "when"), [(CHAT, "off"), (None, "off"), (None, "auto")])
 def test_without_a_chat_template_prompts_are_plain_text(template, when):
-    assert shown(TEXT, template, chat_template=when) == Prompt([7, 8], "one two", None)
+    assert shown(TEXT, template, chat_template=when) == Prompt([7, 8], "one two", None, TEXT)
     joined = shown(A_CHAT, template, chat_template=when)
-    assert joined == Prompt([5, 6, 7], "be brief\n\none", MESSAGES), "messages are joined as text"
+    assert joined == Prompt([5, 6, 7], "be brief\n\none", MESSAGES, A_CHAT), "messages are joined as text"
 
 
 THINKING = CHAT + "{% if enable_thinking is defined and enable_thinking == false %} be{% endif %} {{ style }}"
