@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from specrl.rollout.control import Control
 from specrl.rollout.engines.base import Engine
 from specrl.rollout.keys import Visits, derive_key
-from specrl.rollout.reduction import Metric, merged, seconds
+from specrl.rollout.reduction import Metric, count, merged, seconds
 from specrl.rollout.types import Row
 from specrl.trainers import weights
 from specrl.trainers.correction import Importance, overlong_penalty
@@ -179,9 +179,13 @@ class Rollouts:
             responses = [c.tokens for c in batch.completions]
         check_batch(batch, len(inputs), self.version)
         began = time.perf_counter()
-        totals, metrics = self._setup.score(inputs, responses)
-        unpenalised = [None if c.failure else total for c, total in zip(batch.completions, totals, strict=True)]
-        self._note(metrics | {"timing_s/reward": seconds(time.perf_counter() - began)})
+        done = [i for i, completion in enumerate(batch.completions) if not completion.failure]
+        totals, metrics = self._setup.score([inputs[i] for i in done], [responses[i] for i in done])
+        failed = metrics.get("reward/failed", count(0)).later(count(len(inputs) - len(done)))
+        unpenalised: list[float | None] = [None] * len(inputs)
+        for i, total in zip(done, totals, strict=True):
+            unpenalised[i] = total
+        self._note(metrics | {"reward/failed": failed, "timing_s/reward": seconds(time.perf_counter() - began)})
         rewards = self._penalised(unpenalised, [len(c.tokens) for c in batch.completions])
         return Scored(inputs, rows, batch, rewards, unpenalised, turns)
 

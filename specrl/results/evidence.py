@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean, quantiles, stdev
+from statistics import fmean, quantiles
 
 from specrl.config.options import plain
 from specrl.config.rules import differences
@@ -23,7 +23,7 @@ from specrl.results.savings import (
     step_s,
     step_speedup,
 )
-from specrl.results.speedup import FEWEST, Speedup, flips, student
+from specrl.results.speedup import FEWEST, Speedup, flips, half_width
 from specrl.run.policy import rollout_dtype
 
 SAME_MACHINE = ("cpu", "cores", "usable_cores", "threads", "gpus")
@@ -74,7 +74,7 @@ def on_control_steps(steps: Sequence[dict]) -> Evidence | None:
     if not rows:
         return None
     pairs = control_pairs(steps)
-    title = f"Measured on {counted(len(pairs), 'control step')} of {len(steps)}"
+    title = f"Measured on {counted(len(pairs), 'control step')} of {counted(len(rollouts(steps)), 'rollout')}"
     if len(pairs) >= FEWEST:
         low, _, high = quantiles([pair.plain_s / pair.specrl_s for pair in pairs], method="inclusive")
         title += f"; interquartile range {low:.2f}x to {high:.2f}x"
@@ -165,8 +165,8 @@ def ahead(run: RunRecords, baseline: RunRecords | None) -> dict | None:
         "accepted unchanged."
     )
     if without := _without_ahead(run, baseline, steps):
-        speed = without["step_s_without"] / result["step_s"]
-        seconds = f"{result['step_s']:.2f} s with them and {without['step_s_without']:.2f} s without"
+        speed = without["step_s_without"] / without["step_s_with"]
+        seconds = f"{without['step_s_with']:.2f} s with them and {without['step_s_without']:.2f} s without"
         sentence += f" Steps took {seconds} (in {without['baseline']}), which is {speed:.2f}x."
     else:
         sentence += " To measure what they save, give the same run with rollout.ahead=off as baseline= of the report."
@@ -174,11 +174,14 @@ def ahead(run: RunRecords, baseline: RunRecords | None) -> dict | None:
 
 
 def _without_ahead(run: RunRecords, baseline: RunRecords | None, steps: Sequence[dict]) -> dict:
-    """Mean seconds of the same steps in a baseline without rollouts ahead; empty if it cannot be compared."""
+    """Mean seconds of the steps that a baseline without rollouts ahead has too, in both; empty without such steps."""
     if not baseline or not baseline.config or baseline.config.rollout.ahead != "off" or other_machine(run, baseline):
         return {}
-    _, same = matched(steps, baseline.steps)
-    return {"step_s_without": step_s(same) / len(same), "baseline": str(baseline.path)} if same else {}
+    here, there = matched(steps, baseline.steps)
+    if not here:
+        return {}
+    seconds = {"step_s_with": step_s(here) / len(here), "step_s_without": step_s(there) / len(there)}
+    return seconds | {"baseline": str(baseline.path)}
 
 
 def evaluations(evals: Sequence[dict]) -> dict | None:
@@ -203,7 +206,7 @@ def evaluations(evals: Sequence[dict]) -> dict | None:
 def reward_difference(run: RunRecords, baseline: RunRecords | None) -> dict | None:
     """The mean reward minus that of a run with the same seed, for report.json; None without such a run.
 
-    The differences of the common steps are the sample. Both runs draw with the same noise, which cancels in part.
+    Blocks of the common steps are the sample. Both runs draw with the same noise, which cancels in part.
     """
     if not baseline or not run.config or not baseline.config or run.config.seed != baseline.config.seed:
         return None
@@ -214,7 +217,7 @@ def reward_difference(run: RunRecords, baseline: RunRecords | None) -> dict | No
         return None
     n = len(differences)
     mean = fmean(differences)
-    half = student(n - 1) * stdev(differences) / n**0.5
+    half = half_width([difference - mean for difference in differences]) / n
     sentence = (
         f"Reward minus the baseline's: {mean:+.3f} (95 % interval {mean - half:+.3f} to {mean + half:+.3f}, "
         f"{counted(n, 'step')})"

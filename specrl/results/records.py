@@ -26,6 +26,8 @@ EVALUATION_COST = (
     *("eval/unchanged_ratio", "eval/gen_s", "eval/lookup_s", "eval/store_s"),
 )
 """Metrics of an evaluation that say nothing about the policy."""
+OF_STEPS = {"reward", "timing_s/gen", "timing_s/step"}
+"""Metrics that make a record one of an optimiser step. Between two rollouts, steps have their time only."""
 RUN_WORDS = ("path", "dir", "directory", "run_dir", "name")
 """Option names for which the error message suggests `run`."""
 
@@ -40,7 +42,7 @@ class RunRecords:
     evals: list[dict]
     """The last record of each evaluation, in order."""
     last: dict
-    """The record of the last optimiser step, which need not have a rollout."""
+    """The last record that has an epoch."""
     unreadable: int
     """Number of lines that could not be read."""
 
@@ -81,7 +83,7 @@ def load_run(name: str | Path) -> RunRecords:
     path = find_run(name)
     records, unreadable = read_records(path / METRICS_FILE) if (path / METRICS_FILE).exists() else ([], 0)
     evals = {record["step"]: record for record in records if any(key.startswith("eval/") for key in record)}
-    steps = {record["step"]: record for record in records if "reward" in record or "timing_s/gen" in record}
+    steps = {record["step"]: record for record in records if OF_STEPS & record.keys()}
     if not steps:
         raise ConfigError(
             f"No metrics in {path}: {METRICS_FILE} has no step yet. A run writes it after its first step."

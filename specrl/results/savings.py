@@ -233,10 +233,11 @@ def _extrapolated(part: Sequence[dict]) -> tuple[float, Speedup | None]:
 
 
 def first_last(steps: Sequence[dict]) -> dict:
-    """Mean rewards of the first and the last epoch, or of 10 % of the steps if there are fewer than two epochs."""
+    """Mean rewards of the first and the last epoch, or of 10 % of the rollouts if there are fewer than two epochs."""
     end = max(epoch(record) for record in steps)
+    steps = [record for record in steps if "reward" in record]
     count = max(1, len(steps) // 10)
-    first, last, window = steps[:count], steps[-count:], f"mean of {counted(count, 'step')}"
+    first, last, window = steps[:count], steps[-count:], f"mean of {counted(count, 'rollout')}"
     if end > 2 - 1e-6:
         first, _ = _parts(steps)
         last = [record for record in steps if epoch(record) > end - 1 + 1e-6]

@@ -12,7 +12,7 @@ from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.report import ReportOptions
 from specrl.results.evidence import ahead, rule
-from specrl.results.records import load_run
+from specrl.results.records import load_run, read_records
 from specrl.results.report import NO_PLOT, write_report
 from specrl.results.savings import (
     Saving,
@@ -28,6 +28,7 @@ from specrl.results.savings import (
 )
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.sections import RoutedConfig
+from tests.runs import SHORT, recorded
 
 # Two steps an epoch. Steps 1, 3 and 4 are control steps. What is charged adds up to gen:
 # step 3: 2 + 0.5 + 0.25 + 0.25 and 2 of prefill and decode; step 4: 1 + 0.5 + 0 + 0 and 2.5 of prefill and decode.
@@ -178,7 +179,7 @@ def test_estimate_extrapolates_epoch_one_separately():
 def test_first_and_last_reward():
     assert first_last(STEPS) == pytest.approx({"first": 0.3, "last": 0.6, "window": "mean of an epoch"})
     one_epoch = [{"step": n, "epoch": n / 40, "reward": float(n)} for n in range(1, 41)]
-    assert first_last(one_epoch) == {"first": 2.5, "last": 38.5, "window": "mean of 4 steps"}
+    assert first_last(one_epoch) == {"first": 2.5, "last": 38.5, "window": "mean of 4 rollouts"}
     assert first_last([{"step": 1, "reward": None}])["last"] is None
 
 
@@ -212,7 +213,7 @@ def test_report_files(tmp_path):
     assert written.files[2].read_bytes().startswith(b"\x89PNG")
     summary = json.loads(written.files[1].read_text())
     assert summary["measured"]["savings"][-1]["speedup"]["ratio"] == pytest.approx(26 / 19)
-    assert summary["measured"]["title"] == "Measured on 3 control steps of 4"
+    assert summary["measured"]["title"] == "Measured on 3 control steps of 4 rollouts"
     assert summary["reuse"]["reused_ratio"] == 20 / (20 + 150), "tokens of epoch 2, weighted by their number"
     assert (summary["ties"], summary["flips"], summary["finished"], summary["notes"]) == (8, None, True, [])
     page = written.files[0].read_text()
@@ -359,6 +360,46 @@ def test_saving_the_cache_between_two_steps_is_charged():
     assert step_speedup(saved).ratio == pytest.approx((3.0 - 1.0 + 2.0) / (3.0 + 0.5))
 
 
+def minibatches(gen: float, plain: float | None = None) -> list[dict]:
+    """8 rollouts with 4 optimiser steps each, recorded as config=ppo_gsm8k does: only the first step has a reward."""
+    steps = []
+    for n in range(1, 33):
+        first = n % 4 == 1
+        took = {"timing_s/update": 3.0, "timing_s/step": 3.0 + (gen + (plain or 0.0)) * first}
+        rollout = {"timing_s/gen": gen, "reward": 0.5}
+        control = {"spec/plain_s": plain, "timing_s/control": plain} if plain else {}
+        steps.append({"step": n, "epoch": n / 16, **took, **((rollout | control) if first else {})})
+    return steps
+
+
+def test_every_optimiser_step_is_charged(tmp_path):
+    """Updates of 4 * 3 s, rollouts of 2 s against 4 s: (12 + 4) / (12 + 2) = 1.14, and not (3 + 4) / (3 + 2) = 1.40."""
+    run = make_run(tmp_path / "a", minibatches(2.0, 4.0))
+    baseline = make_run(tmp_path / "b", minibatches(4.0), "off")
+    report = write_report(run, baseline, plots=False)
+    whole = {row["phase"]: row["speedup"] for row in report.summary["paired"]["savings"]}["step, controls left out"]
+    assert whole["ratio"] == pytest.approx(16 / 14)
+    assert report.summary["step_speedup"]["ratio"] == pytest.approx(16 / 14)
+    assert report.summary["steps"] == 32
+    assert sum(report.summary["step_s"].values()) == pytest.approx(8 * 14.0)
+    assert report.summary["measured"]["title"].startswith("Measured on 8 control steps of 8 rollouts")
+    assert report.summary["reward"]["last"] == 0.5
+    planted = [record for record in minibatches(2.0, 4.0) if "timing_s/gen" in record]
+    wrong = write_report(make_run(tmp_path / "c", planted), plots=False).summary["step_speedup"]["ratio"]
+    assert wrong == pytest.approx(7 / 5)
+
+
+@pytest.mark.slow  # a run
+def test_the_report_of_a_run_with_minibatches_has_all_of_its_seconds():
+    done = recorded(config="ppo_math", trainer__minibatches=2, rollout__measure_every=2, **SHORT)
+    run = load_run(done.folder)
+    records = [record for record in read_records(done.folder / "metrics.jsonl")[0] if "timing_s/step" in record]
+    assert len(run.steps) == len(records) == 2 * len(rollouts(run.steps))
+    whole = sum(record["timing_s/step"] + record.get("timing_s/cache_save", 0.0) for record in records)
+    controls = sum(record.get(f"timing_s/{name}", 0.0) for record in records for name in ("control", "reuse_gap"))
+    assert step_s(rollouts(run.steps)) == pytest.approx(whole - controls)
+
+
 def test_steps_between_two_rollouts_belong_to_the_first():
     between = {"step": 2, "epoch": 0.2, "timing_s/drafter": 3.0, "timing_s/update": 1.0, "timing_s/step": 4.0}
     (merged,) = rollouts([TRAINED[0], between])
@@ -445,7 +486,7 @@ def test_without_matplotlib_a_note_says_how_to_install_it(tmp_path, monkeypatch)
 def test_command_line(tmp_path, capsys):
     run = make_run(tmp_path / "a", STEPS)
     assert run_command(report.main, [f"run={run}", "plots=false"], ReportOptions) == 0
-    assert "3 control steps of 4" in capsys.readouterr().out
+    assert "3 control steps of 4 rollouts" in capsys.readouterr().out
     for words, part in (
         ([f"run={tmp_path / 'b'}"], f"No run at {tmp_path / 'b'}."),
         ([], "run=outputs/grpo_math"),
@@ -479,6 +520,13 @@ def test_rollouts_ahead_by_hand(tmp_path):
     compared = ahead(run, load_run(make_run(tmp_path / "off", WITHOUT, ahead="off")))
     assert compared["step_s_without"] == pytest.approx(2.4)
     assert "1.20x" in compared["sentence"]
+    stopped = [{**record, "timing_s/step": 2.0} for record in WITHOUT[:4]]
+    slower_later = [{**record, "timing_s/step": 2.0 if record["step"] <= 4 else 6.0} for record in AHEAD]
+    early = ahead(
+        load_run(make_run(tmp_path / "d", slower_later)), load_run(make_run(tmp_path / "e", stopped, ahead="off"))
+    )
+    assert (early["step_s_with"], early["step_s_without"]) == (2.0, 2.0), "steps that both have"
+    assert "1.00x" in early["sentence"]
     also_ahead = load_run(make_run(tmp_path / "on", WITHOUT))
     assert "step_s_without" not in ahead(run, also_ahead)
     (tmp_path / "off" / "environment.json").write_text(json.dumps(MACHINE | {"cores": 64}))
@@ -495,12 +543,12 @@ def test_the_report_says_what_rollouts_ahead_did(tmp_path):
 
 
 def test_the_rewards_of_runs_with_equal_seeds_are_compared_step_by_step(tmp_path):
-    """Differences 0.1, 0.3, 0.1, 0.3 ...: their deviation and Student's t of 7 degrees of freedom by hand."""
+    """Differences 0.1, 0.3, 0.1, 0.3 ...: blocks of 1, 1, 2, 1, 1 and 2 steps, whose deviations are 0.1 or 0."""
     rewards = [0.5 + 0.1 * (1 + 2 * (i % 2)) for i in range(8)]
     steps = [STEADY[0] | {"step": i + 1, "reward": reward} for i, reward in enumerate(rewards)]
     plain = [record | {"reward": 0.5} for record in steps]
     found = paired_summary(tmp_path, steps, plain)["reward_difference"]
-    half = 2.3646 * 0.1069 / 8**0.5
+    half = 2.571 * (6 / 5 * (4 * 0.1**2)) ** 0.5 / 8
     assert (found["mean"], found["n"]) == (pytest.approx(0.2), 8)
     assert (found["low"], found["high"]) == (pytest.approx(0.2 - half, abs=1e-3), pytest.approx(0.2 + half, abs=1e-3))
     assert "+0.200 (95 % interval" in found["sentence"]

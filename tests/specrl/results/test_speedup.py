@@ -1,11 +1,11 @@
 """The estimator of every speedup: by hand, under stalled and noisy clocks, and against estimators that flatter."""
 
 import random
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 
 import pytest
 
-from specrl.results.speedup import Flips, Speedup, bounded, flips, speedup, student
+from specrl.results.speedup import Flips, Speedup, bounded, flips, half_width, speedup
 
 
 def noisy(seed: int, steps: int, spread: float) -> tuple[list[float], list[float]]:
@@ -35,9 +35,29 @@ def test_the_ratio_and_its_interval_by_hand():
     assert str(result) == "2.67x (95 % interval 1.64x to 3.69x)"
 
 
-@pytest.mark.parametrize(("freedom", "published"), [(5, 2.571), (10, 2.228), (15, 2.131), (30, 2.042), (120, 1.980)])
-def test_students_quantiles_are_the_published_ones(freedom, published):
-    assert student(freedom) == pytest.approx(published, abs=4e-3)
+def test_steps_that_are_alike_are_no_independent_sample():
+    """Runs that drift apart and together again (AR(1) 0.9), without a difference on average: the interval has 0."""
+    generator = random.Random(0)
+    excluded = {"blocks": 0, "steps": 0}
+    for _ in range(500):
+        series = [generator.gauss(0, 1)]
+        for _ in range(119):
+            series.append(0.9 * series[-1] + generator.gauss(0, 0.19**0.5))
+        mean = fmean(series)
+        excluded["blocks"] += abs(mean) > half_width([value - mean for value in series]) / len(series)
+        excluded["steps"] += abs(mean) > 1.98 * stdev(series) / len(series) ** 0.5  # the planted fault
+    assert excluded["blocks"] < 0.15 * 500
+    assert excluded["steps"] > 0.6 * 500
+
+
+def test_independent_steps_have_an_interval_of_95_percent():
+    generator = random.Random(1)
+    excluded = 0
+    for _ in range(1000):
+        series = [generator.gauss(0, 1) for _ in range(32)]
+        mean = fmean(series)
+        excluded += abs(mean) > half_width([value - mean for value in series]) / len(series)
+    assert 0.03 * 1000 < excluded < 0.07 * 1000
 
 
 def test_few_steps_claim_nothing():

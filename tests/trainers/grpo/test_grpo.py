@@ -393,6 +393,7 @@ def test_rows_without_a_response_are_masked_and_counted(tmp_path):
         assert None not in scored
         assert log["rollout/failed_rows"] == 1
         assert log["reward"] == pytest.approx(mean(scored))
+        assert log["rewards/digits/mean"] == pytest.approx(mean(scored)), "an absent response is no wrong one"
         kept = cache.get(*step.rows[2])
         assert kept is None or kept.step != step.step, "nothing of it is kept"
         assert out["completion_mask"][2].sum() == 0
