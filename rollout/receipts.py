@@ -1,7 +1,8 @@
 """Receipts: an 8-byte digest of every response of a run, from which its tokens can be checked later (specrl.verify).
 
 `digests.jsonl` begins with a line about the run and has one line a rollout: {"step": N, "rows": [[example id, sample
-index, visit, key, digest], ...]}. Lines are in the order of the steps.
+index, visit, key, digest], ...]}, every row once; the digest of one without a response is "". Lines are in the order
+of the steps.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from specrl.rollout.durable import read_json, write_durably
 from specrl.rollout.types import CacheError, RolloutBatch, Row
 
 DIGESTS = "digests.jsonl"
-FORMAT = 1
+FORMAT = 2
 logger = logging.getLogger(__name__)
 
 
@@ -31,6 +32,7 @@ class Receipt(NamedTuple):
     visit: int
     key: int
     digest: str
+    """Empty for a row without a response."""
 
 
 def digest(key: int, tokens: Sequence[int], finish: str) -> str:
@@ -40,12 +42,11 @@ def digest(key: int, tokens: Sequence[int], finish: str) -> str:
 
 
 def receipts_of(rows: Sequence[Row], batch: RolloutBatch) -> list[Receipt]:
-    """The receipts of the rows that have a response."""
+    """The receipts of the rows."""
     columns = zip(rows, batch.sample_indices, batch.visits, batch.keys, batch.completions, strict=True)
     return [
-        Receipt(row.example_id, sample_index, visit, key, digest(key, c.tokens, c.finish))
+        Receipt(row.example_id, sample_index, visit, key, "" if c.failure else digest(key, c.tokens, c.finish))
         for row, sample_index, visit, key, c in columns
-        if not c.failure
     ]
 
 
@@ -96,21 +97,44 @@ class Receipts:
 
 
 def read_receipts(run: Path) -> tuple[dict[str, Any], dict[int, list[Receipt]]]:
-    """What the first line says about the run, and the receipts of each step. Unreadable lines, such as one that a crash
-    cut, are left out.
+    """What the first line says about the run, and the receipts of each step.
+
+    A line that is no JSON, as a crash may have cut it, is left out.
 
     Raises:
         FileNotFoundError: the run has none.
+        CacheError: the first line is not that of this format, or a line or row is malformed.
     """
-    about: dict[str, Any] = {}
+    path = run / DIGESTS
+    first, *lines = path.read_bytes().split(b"\n")
+    try:
+        about = read_json(first)
+    except ValueError:
+        about = None
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise CacheError(f"{path}, line 1: must be about the run, in format {FORMAT}, not {first[:60]!r}")
     steps: dict[int, list[Receipt]] = {}
-    for line in (run / DIGESTS).read_bytes().splitlines():
+    for number, line in enumerate(lines, 2):
         try:
             record = read_json(line)
-            if "format" in record:
-                about = record
-            else:
-                steps[record["step"]] = [Receipt(*row) for row in record["rows"]]
-        except (ValueError, TypeError, KeyError):
+        except ValueError:
             continue
+        step, rows = _rollout(f"{path}, line {number}", record)
+        steps[step] = rows
     return about, steps
+
+
+def _rollout(where: str, record: Any) -> tuple[int, list[Receipt]]:
+    """The step and the receipts of a line. Raises CacheError."""
+    if not isinstance(record, dict) or type(record.get("step")) is not int or not isinstance(record.get("rows"), list):
+        raise CacheError(f'{where}: must be {{"step": N, "rows": [...]}}, not {json.dumps(record)[:60]}')
+    receipts = []
+    for number, row in enumerate(record["rows"], 1):
+        kinds = [type(value) for value in row] if isinstance(row, list) else []
+        if kinds != [str, int, int, int, str]:
+            raise CacheError(
+                f"{where}, row {number}: must be [example id, sample index, visit, key, digest], not "
+                f"{json.dumps(row)[:80]}"
+            )
+        receipts.append(Receipt(*row))
+    return record["step"], receipts

@@ -24,6 +24,9 @@ from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.rollout.sections import doc
 
+TESTED = 1
+"""Remainder by 5 of the problems that test a judge of stored texts; those with 0 choose its threshold."""
+
 
 @dataclass
 class TrainJudgeConfig(Config):
@@ -54,8 +57,9 @@ def main(config: TrainJudgeConfig) -> int:
     pair = load_pair(config)
     with closing(load_rewards(config.reward)) as rewards:
         if config.cache:
-            training = read_cache(pair, examples["train"], Path(config.cache))
-            held_out = [draft for draft in training if draft.problem % 5 == 0]
+            drafts = read_cache(pair, examples["train"], Path(config.cache))
+            training = [draft for draft in drafts if draft.problem % 5 != TESTED]
+            held_out = [draft for draft in drafts if draft.problem % 5 == TESTED]
         else:
             training = [Drafted(example, i) for i, example in enumerate(examples["train"])]
             held_out = [Drafted(example, i) for i, example in enumerate(examples["test"])]

@@ -1,12 +1,14 @@
 """Checks the responses of a finished run against its weights: `python -m specrl.verify run=DIR [step=N] [rows=K]`.
 
 Rows of the rollout of step N are decoded again, without drafts, with the weights of checkpoint-N and the run's keys.
-They are compared with the digests that the run kept, and with its log. That shows which tokens these weights give under
-these keys. It shows neither that the weights are those that were trained, nor that the updates were right.
+They are compared with the digests that the run kept, and with its log. A row that is absent, unknown or there twice is
+a failure too. That shows which tokens these weights give under these keys. It shows neither that the weights are those
+that were trained, nor that the updates were right.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,24 +61,25 @@ def main(options: VerifyOptions) -> int:
     models = weights(folder, config)
     step = chosen(options.step, models, recorded, folder)
     config.model = models[step]
-    config.cluster.num_workers = 0
     config.rollout.drafter = ""
     from specrl.evaluate import serving
 
     with serving(config) as served:
         examples = same_examples(config, served, about)
+        wrong = wrong_rows(recorded[step], examples, config)
         receipts = recorded[step][: options.rows or None]
         first_turns = [receipt for receipt in receipts if receipt.example_id in examples]
-        if not first_turns:
-            raise ConfigError(
-                f"No row of step {step} belongs to a prompt of data={config.data}. Restore the run's data."
-            )
-        differing = check(config, served, examples, first_turns, texts_of(folder, step))
-    for line in receipt_lines(folder, step, first_turns, differing, served):
+        decoded = [receipt for receipt in first_turns if receipt.digest]
+        differing = check(config, served, examples, decoded, texts_of(folder, step)) if decoded else []
+    for line in receipt_lines(folder, step, decoded, differing, served):
         print(line)
+    for line in wrong:
+        print(f"wrong row: {line}")
+    if left := len(first_turns) - len(decoded):
+        print(f"{counted(left, 'row')} without a response in the run.")
     if left := len(receipts) - len(first_turns):
         print(f"{counted(left, 'row')} of later turns left out: the run does not keep their prompts.")
-    return RUN_ERROR if any(not row.near_tie for row in differing) else 0
+    return RUN_ERROR if wrong or any(not row.near_tie for row in differing) else 0
 
 
 def kept(folder: Path) -> tuple[dict, dict[int, list[Receipt]]]:
@@ -90,6 +93,31 @@ def kept(folder: Path) -> tuple[dict, dict[int, list[Receipt]]]:
             f"{folder / DIGESTS} cannot be read: {error.strerror}. Runs of specrl.train with "
             "rollout.acceptance=exact or off keep it; give one of them."
         ) from error
+
+
+def wrong_rows(receipts: Sequence[Receipt], examples: Mapping[str, Example], config: Config) -> list[str]:
+    """Sentences about rows of a rollout that are missing, come twice, or belong to no prompt of the data.
+
+    Rows of unknown prompts are later turns where the run has tools.
+    """
+    group = config.rollout.group_size
+    counts = Counter((receipt.example_id, receipt.sample_index) for receipt in receipts)
+    known = {name for name, _ in counts if name in examples}
+    found = [
+        f"example {name}, sample {sample}: {counts[name, sample]} rows, not 1"
+        for name in sorted(known)
+        for sample in range(group)
+        if counts[name, sample] != 1
+    ]
+    for name, sample in counts:
+        if name in known and not 0 <= sample < group:
+            found.append(f"example {name}, sample {sample}: there are {group} samples, from 0 on")
+        elif name not in known and not config.dataset.tools:
+            found.append(f"example {name}, sample {sample}: the data has no such example")
+    wanted = config.trainer.prompts_per_step
+    if len(known) < wanted or (len(known) > wanted and not config.trainer.refill_rounds):
+        found.append(f"{counted(len(known), 'prompt')} in the rollout, not trainer.prompts_per_step={wanted}")
+    return found
 
 
 def weights(folder: Path, config: Config) -> dict[int, str]:
@@ -126,7 +154,7 @@ def same_examples(config: Config, served: Serving, about: Mapping) -> dict[str, 
 
     examples = load_examples(config.data, config.dataset, "train", config.seed)
     now = data_digests(chat_template(served.tokenizer, config.dataset), train=examples)
-    if about.get("data", {}).get("train", now["train"]) != now["train"]:
+    if about.get("data", {}).get("train") != now["train"]:
         raise ConfigError(
             f"The train rows of data={config.data} are not those of the run, or the tokenizer's chat template has "
             "changed. Restore the old ones."
@@ -139,10 +167,14 @@ def texts_of(folder: Path, step: int) -> dict[int, list[int]]:
     from specrl.rollout.cache.log import TEXTS
     from specrl.rollout.cache.record import unpack
     from specrl.rollout.cache.snapshot import read_file
+    from specrl.rollout.types import CacheError
 
     path = folder / TEXTS / f"step_{step}.parquet"
-    entries = read_file(path)[1] if path.is_file() else []
-    return {text.key: [*text.tokens] for text in (unpack(blob) for _, _, blob in entries)}
+    try:
+        entries = read_file(path)[1] if path.is_file() else []
+        return {text.key: [*text.tokens] for text in (unpack(blob) for _, _, blob in entries)}
+    except CacheError as error:
+        raise CacheError(f"{path} is damaged ({error}). Without it, the digests alone are compared") from error
 
 
 def check(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
     from specrl.trainers.cotraining.alarm import DrafterAlarm
     from specrl.trainers.cotraining.trainer import DrafterTrainer
+
+PROBE_PROMPTS = 16
+"""First prompts of the data, the longest of which checks the weights of the engine."""
 
 
 class Rollouts:
@@ -58,7 +62,8 @@ class Rollouts:
         self._policy = policy
         self._clock = clock
         self._upcoming = upcoming
-        self._probe = setup.render(setup.dataset[0])
+        probe = max((setup.render(row) for row in islice(setup.dataset, PROBE_PROMPTS)), key=len)
+        self._probe = probe if len(probe) > 1 else probe * 2  # the first token of a prompt has no log-prob
         self._dtype = torch.float32 if setup.trainer.precision == "fp32" else torch.bfloat16
         """The dtype of the engine's weights."""
         self.exact_bits = self._dtype == torch.float32 and accelerator.device.type == "cpu"
@@ -163,7 +168,7 @@ class Rollouts:
         self._fields |= {row["example_id"]: row for row in inputs}
         rows, sample_indices = self._rows(inputs, first)
         visits = self._per_row(rows, self._visits.next)
-        announce = self._announcement(first) if self._ahead else lambda turn: None
+        announce = self._announcement() if self._ahead else lambda turn: None
         turns = None
         if self._conversations:
             conversations, turns, metrics = self._conversations.generate(
@@ -194,9 +199,10 @@ class Rollouts:
         rows = [Row(row["example_id"], tuple(self._setup.render(row))) for row in inputs]
         return rows, [(first + i) % self._group_size for i in range(len(inputs))]
 
-    def _announcement(self, first: int) -> Callable[[int], None]:
+    def _announcement(self) -> Callable[[int], None]:
         """Announces the next batch to the source of responses in a turn of this one, as far as it is known by then."""
-        rows, sample_indices = self._rows(self._upcoming(), first)
+        upcoming = self._upcoming()
+        rows, sample_indices = self._rows(upcoming, self._accelerator.process_index * len(upcoming))
         visits = self._per_row(rows, self._visits.so_far)
         if self._conversations:
             return self._conversations.announcement(rows, sample_indices, visits)

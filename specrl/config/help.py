@@ -51,8 +51,9 @@ def help_text(topic: str, schema: type) -> str:
 
 
 def _overview(groups: Mapping[str, str], takes_config: bool) -> str:
-    module = Path(sys.argv[0]).stem
-    program = module if module in COMMANDS else "train"
+    started = Path(sys.argv[0])  # a module, the `__main__` of a package, or "specrl COMMAND"
+    name = started.parent.name if started.stem == "__main__" else started.stem.split()[-1]
+    program = name if name in COMMANDS else "train"
     lines = {
         **{f"python -m specrl.{name}": summary for name, summary in COMMANDS.items()},
         "config=list": "the known configs",

@@ -61,7 +61,8 @@ class Pair:
 
 
 def load_pair(config: Config) -> Pair:
-    """The run's policy and its `rollout.drafter`, None if that is empty."""
+    """The run's policy and its `rollout.drafter`, None if that is empty, in this process."""
+    config.cluster.num_workers = 0
     policy, tokenizer, eos_ids = load_policy(config)
     draft = load_drafter(engine_spec(config, eos_ids), policy.eval()) if config.rollout.drafter else None
     rollout = config.rollout

@@ -28,7 +28,7 @@ from specrl.results.plots import draw
 from specrl.results.records import EVALUATION_COST, RunRecords, counted, load_run, mean, number, text, to_json, total
 from specrl.results.savings import breakdown, estimate, first_last, later, step_speedup
 from specrl.results.speedup import flips
-from specrl.run.machine import machine
+from specrl.run.machine import ENVIRONMENT_FILE
 from specrl.run.policy import rollout_dtype
 
 COLUMNS = ("phase", "plain s", "specrl s", "saved s", "share")
@@ -98,9 +98,7 @@ class Report:
         lines += ["", "## Trust", "", f"- rollout rule: {summary['rule']}"]
         lines += [f"- compared with plain decoding on control steps: {compared}"]
         lines += [f"- near-ties decided by a canonical pass: {summary['ties']:.0f}", "", "## Machine", ""]
-        kept = summary["environment"]
-        lines += [f"- CPU: {kept['cpu']}, {kept['cores']} cores", f"- GPU: {', '.join(kept['gpus']) or 'none'}"]
-        lines += [f"- versions: {', '.join(f'{name} {version}' for name, version in kept['versions'].items())}"]
+        lines += _machine(summary["environment"])
         return "\n".join(lines) + "\n"
 
 
@@ -160,7 +158,7 @@ def summarise(run: RunRecords, baseline: RunRecords | None, evidence: dict[str, 
         | {name: mean(rest, f"spec/{name}") for name in names},
         "ties": total(steps, "spec/ties"),
         "flips": asdict(differing) | {"sentence": differing.sentence(dtype)} if differing else None,
-        "environment": run.machine or machine(),
+        "environment": run.machine,
     }
 
 
@@ -172,6 +170,15 @@ def _steps(spent: dict[str, float], steps: int) -> list[str]:
     parts = [(name, text(s / steps, 2), f"{text(100 * s / seconds, 0)}%") for name, s in spent.items()]
     rows = [*(part for part in parts if float(part[1])), ("step, controls left out", f"{seconds / steps:.2f}", "100%")]
     return ["## Where a step goes", "", *tables.markdown(("phase", "s a step", "share"), rows), ""]
+
+
+def _machine(kept: dict | None) -> list[str]:
+    """The section's lines about the run's machine; None if it is unknown."""
+    if kept is None:
+        return [f"- unknown: the run has no readable {ENVIRONMENT_FILE}"]
+    versions = ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
+    gpus = ", ".join(kept["gpus"]) or "none"
+    return [f"- CPU: {kept['cpu']}, {kept['cores']} cores", f"- GPU: {gpus}", f"- versions: {versions}"]
 
 
 def _evaluations(evals: list[dict]) -> list[str]:

@@ -226,7 +226,7 @@ def scorer(rewards: RewardSet, tokenizer: PreTrainedTokenizerBase, prompts: Mapp
         messages = any(isinstance(part, dict) for response in responses for part in response[:1])
         texts: Sequence[Any] = responses
         if not messages:
-            texts = tokenizer.batch_decode([*responses], skip_special_tokens=True)
+            texts = tokenizer.batch_decode([*responses], skip_special_tokens=True) if responses else []
         result = rewards.score([prompts[row["example_id"]].sample(text) for row, text in zip(rows, texts, strict=True)])
         metrics = {
             "reward/failed": count(sum(total is None for total in result.total)),

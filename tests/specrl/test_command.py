@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from specrl.__main__ import COMMANDS
 from specrl.config.load import load
 
@@ -30,6 +32,12 @@ def test_without_a_command_all_are_listed():
     done = specrl()
     assert done.returncode == 0
     assert all(name in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("started", [["-m", "specrl.bench"], ["-m", "specrl.evaluate"], ["-m", "specrl", "bench"]])
+def test_help_is_that_of_the_command(started):
+    done = subprocess.run([sys.executable, *started, "help=true"], capture_output=True, text=True)
+    assert done.stdout.startswith(f"usage: python -m specrl.{started[-1].removeprefix('specrl.')} ")
 
 
 def test_every_command_is_listed():

@@ -111,6 +111,19 @@ def nothing(prompt: str, completion: str, answer: str | None) -> float:
     return 0.0
 
 
+def by_prompt(prompt: str, completion: str, answer: str | None) -> float:
+    """A reward that all responses to a prompt earn alike, and prompts differ in."""
+    return float(sum(map(ord, prompt)) % 3)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_nothing_is_learned_where_every_group_is_alike(tmp_path, capsys, scale):
+    options = {"trainer__scale_rewards": scale, "reward__functions": "[tests.specrl.test_train:by_prompt]"}
+    run(tmp_path, **SHORT | {"trainer__epochs": 3, "dataset__train_size": 6, "trainer__prompts_per_step": 3}, **options)
+    assert {line["frac_reward_zero_std"] for line in records(tmp_path / "run") if "loss" in line} == {1.0}
+    assert "Nothing is learned" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_run_that_learns_nothing_says_so_and_keeps_its_first_and_last_responses(tmp_path, capsys):
     rare = {"trainer__log_completions": 0, "trainer__log_completions_every": 64}
     run(tmp_path, **SHORT | {"trainer__epochs": 3}, **rare, reward__functions="[tests.specrl.test_train:nothing]")

@@ -13,6 +13,7 @@ from specrl.config.load import run as command_line
 from specrl.rollout.cache.record import digest_of, pack, unpack
 from specrl.rollout.cache.snapshot import read_file, write_file
 from specrl.rollout.receipts import DIGESTS, Receipts, digest, read_receipts
+from specrl.rollout.types import CacheError
 from specrl.trainers.checkpoint import Checkpoint
 from specrl.verify import VerifyOptions, main
 from tests.runs import SHORT, recorded
@@ -68,6 +69,41 @@ def test_a_row_with_the_key_of_another_visit_is_named(finished, capsys):
     forge(finished, lambda rows: rows[0].__setitem__(2, rows[0][2] + 1))
     code, out, _ = verify(finished, capsys)
     assert (code, out.count("its key is")) == (3, 1)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda rows: rows.pop(3), "0 rows, not 1"),
+        (lambda rows: rows.append(rows[0]), "2 rows, not 1"),
+        (lambda rows: rows.__delitem__(slice(4, None)), "1 prompt in the rollout, not trainer.prompts_per_step=2"),
+        (lambda rows: rows.clear(), "0 prompts in the rollout"),
+        (lambda rows: rows[2].__setitem__(0, "nobody"), "example nobody, sample 2: the data has no such example"),
+        (lambda rows: rows[2].__setitem__(1, 7), "there are 4 samples, from 0 on"),
+    ],
+)
+def test_rows_that_are_absent_unknown_or_there_twice_are_failures(finished, capsys, change, part):
+    forge(finished, change)
+    code, out, _ = verify(finished, capsys)
+    assert (code, "wrong row: " in out) == (3, True)
+    assert part in out
+
+
+@slow
+def test_a_row_without_a_response_is_counted(finished, capsys):
+    forge(finished, lambda rows: rows[5].__setitem__(4, ""))
+    code, out, _ = verify(finished, capsys)
+    assert (code, out.split(" reproduced")[0]) == (0, "7 of 7 rows")
+    assert "1 row without a response in the run." in out
+
+
+@slow
+def test_a_damaged_log_is_named(finished, capsys):
+    path = finished / "texts" / "step_2.parquet"
+    path.write_bytes(path.read_bytes()[:-40])
+    code, _, error = verify(finished, capsys)
+    assert (code, error.count("\n"), str(path) in error) == (3, 1, True)
 
 
 @slow
@@ -128,6 +164,29 @@ def test_the_digest_is_of_the_key_the_tokens_and_the_end():
     texts = [(1, [5, 6], "stop"), (2, [5, 6], "stop"), (1, [5, 7], "stop"), (1, [5, 6], "length"), (1, [5], "stop")]
     assert len({digest(*text) for text in texts}) == 5
     assert len(digest(-(2**63), [1], "stop")) == 16
+
+
+ABOUT = b'{"format": 2}\n'
+ROW = '["a", 0, 1, 5, "00"]'
+
+
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [
+        (b"", "line 1: must be about the run"),
+        (b'{"format": 1}\n', "line 1: must be about the run, in format 2"),
+        (b'{"step": 1, "rows": []}\n', "line 1: must be about the run"),
+        (ABOUT + b'{"step": 1, "rows": [%s, ["a", 0, 1.0, 5, "00"]]}' % ROW.encode(), "line 2, row 2"),
+        (ABOUT + b'{"step": 1, "rows": [["a", 0, true, 5, "00"]]}', "line 2, row 1"),
+        (ABOUT + b'{"step": 1, "rows": [%s, ["a"]]}' % ROW.encode(), "line 2, row 2"),
+        (ABOUT + b'\n{"step": "1", "rows": []}', "line 3: must be"),
+        (ABOUT + b"[]", "line 2: must be"),
+    ],
+)
+def test_a_malformed_line_or_row_is_named(tmp_path, content, where):
+    (tmp_path / DIGESTS).write_bytes(content)
+    with pytest.raises(CacheError, match=f"{DIGESTS}, {where}"):
+        read_receipts(tmp_path)
 
 
 def test_lines_of_steps_that_are_repeated_and_torn_ones_are_removed(tmp_path):

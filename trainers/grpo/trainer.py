@@ -151,6 +151,9 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             self.num_iterations = updates
         for part in ("mean", "std"):  # same values as `reward` and `reward_std`
             self._metrics["train"].pop(f"rewards/{self._total_reward.__name__}/{part}", None)
+        if self.scale_rewards == "batch":  # TRL takes the batch's deviation for that of each group
+            still = out["advantages"].reshape(len(inputs), -1).eq(0).all(-1)
+            self.note({"frac_reward_zero_std": mean(still.sum().item(), len(inputs))})
         self.note(self.rollouts.finish())
         return out
 
