@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-import re
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from secrets import token_hex
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from hashlib import blake2b
+from math import isclose
 from typing import Any
 
+from specrl.reward.answers import final_text
 from specrl.reward.base import LimitError, Outcome, RewardError, Sample
 from specrl.reward.config import RewardConfig
 from specrl.reward.pool import WorkerPool
-from specrl.reward.sandbox import run
+from specrl.reward.sandbox import missing, run
+from specrl.reward.unit_tests import UnitTests, extract_program, unit_tests
 
-BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
-TESTS = "tests", "test_list", "test"
-"""Columns with Python code that raises where the program is wrong: a text, or a list of texts."""
-SETUP = "test_setup_code", "test_imports"
-"""Columns with Python code that runs before the tests."""
 SHARE = 0.8
 """Of `reward.timeout_s` that a program may take; the rest starts processes."""
-CANARY = {"programs": [["", "", None]]}
+CANARY = {"program": "", **asdict(UnitTests(pairs=(("", ""),)))}
 """A program that passes in no time."""
 
 
 class CodeReward:
     """The code reward, whose workers start with the first program.
 
-    The program is the last complete block between ``` and ```, or the whole completion without one. The row's columns
-    name its tests: `tests`, `test_list` or `test` (assertions, or with `entry_point` a function `check(candidate)`, as
-    HumanEval has it), or `inputs` and `outputs`, lists of what a program reads and prints, compared without white space
-    at line ends. A program runs in a directory of its own, see `sandbox.py`; what it raises, prints or exits with is
+    The program is a block of code of the response (`unit_tests.extract_program`). The row's columns name its tests, in
+    the forms that public data sets have (`unit_tests.FORMS`). Rows whose tests have no known form, or that an empty
+    program passes, have no score. A program runs confined, see `confined.py`; what it raises, prints or exits with is
     its own fault and scores 0. All tests of a row together have most of `reward.timeout_s`, and a program that takes
     longer is over the limit (`reward.on_limit`).
 
-    The program and its assertions share a process, as usual, so a program that tampers with Python may pass them.
+    Wanted outputs and return values stay in another process, and a program is loaded before the code that tests it is
+    there. Assertions run beside the program, so one that searches the interpreter for them while they run may pass.
     """
 
     name = "code"
@@ -43,96 +42,123 @@ class CodeReward:
 
     def __init__(self, config: RewardConfig | None = None):
         config = config or RewardConfig()
+        if reason := missing():
+            raise RewardError(reason)
+        self._tags = config.thinking_tags
         self._seconds = SHARE * config.timeout_s
         arguments = [self._seconds, config.memory_mb]
         self.pool = WorkerPool("specrl.reward.code:make_runner", config, arguments, canary=CANARY)
+        self._flaws: dict[bytes, Exception | None] = {}  # by a digest of the row
 
     def __call__(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """1.0, 0.0, or the exception that prevented the tests. Raises RewardError for rows without tests."""
-        programs = [_programs(sample) for sample in samples]
-        # responses to one prompt are often equal
-        keys = [repr(part) for part in programs]
-        payloads = dict(zip(keys, programs, strict=True))
-        replies = self.pool.map([{"programs": part} for part in payloads.values()])
-        passed = dict(zip(payloads, self._limited(replies), strict=True))
-        return [float(passed[key]) if isinstance(passed[key], bool) else passed[key] for key in keys]
+        """1.0, 0.0, or the exception that prevented the tests."""
+        outcomes: list[Any] = [*self.check(samples)]
+        sound = [i for i, flaw in enumerate(outcomes) if flaw is None]
+        payloads = []
+        for i in sound:
+            sample = samples[i]
+            tests = unit_tests(sample.fields)
+            text = final_text(sample.prompt, sample.completion, self._tags)
+            payloads.append({"program": extract_program(text, tests), **asdict(tests)})
+        for i, reply in zip(sound, self._passed(payloads), strict=True):
+            outcomes[i] = float(reply) if isinstance(reply, bool) else reply
+        return outcomes
 
-    def _limited(self, replies: list[Any]) -> list[Any]:
-        """The replies, with a LimitError for each program that took too long.
+    def check(self, samples: Sequence[Sample]) -> list[Exception | None]:
+        """Why a row has no score: its tests cannot be run, or an empty program passes them."""
+        found: dict[bytes, UnitTests | Exception] = {}
+        rows = []
+        for sample in samples:
+            row = blake2b(repr(sample.fields).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+            rows.append(row)
+            if row not in self._flaws and row not in found:
+                try:
+                    found[row] = unit_tests(sample.fields)
+                except ValueError as error:
+                    found[row] = error
+        tests = {row: each for row, each in found.items() if isinstance(each, UnitTests)}
+        replies = self._passed([{"program": "", **asdict(each)} for each in tests.values()])
+        flaws = {row: each for row, each in found.items() if isinstance(each, Exception)}
+        for row, reply in zip(tests, replies, strict=True):
+            if reply is True:
+                flaws[row] = ValueError("an empty program passes the row's tests, so they test nothing")
+            elif reply is False:
+                self._flaws[row] = None
+            else:  # not remembered, as it may have another cause
+                flaws[row] = reply
+        self._flaws |= {row: flaw for row, flaw in flaws.items() if isinstance(flaw, ValueError)}
+        return [flaws.get(row, self._flaws.get(row)) for row in rows]
 
-        A busy machine is not the program's fault: the error says so unless a trivial program is in time now.
+    def _passed(self, payloads: list[dict[str, Any]]) -> list[Any]:
+        """Whether each program passes, or why that is not known. Equal ones run once, as many of a prompt are equal.
+
+        A busy machine is not a program's fault: a LimitError says so unless a trivial program is in time now.
         """
-        if None not in replies:
-            return replies
-        error = LimitError(f"the program and its tests took more than {self._seconds:g} s, most of reward.timeout_s")
-        error.caused_by_text = self.pool.map([CANARY]) == [True]
-        return [error if reply is None else reply for reply in replies]
+        keys = [json.dumps(payload, sort_keys=True, default=str) for payload in payloads]
+        distinct = dict(zip(keys, payloads, strict=True))
+        replies = dict(zip(distinct, self.pool.map([*distinct.values()]), strict=True))
+        if None in replies.values():
+            error = LimitError(
+                f"the program and its tests took more than {self._seconds:g} s, most of reward.timeout_s"
+            )
+            error.caused_by_text = self.pool.map([CANARY]) == [True]
+            replies = {key: error if reply is None else reply for key, reply in replies.items()}
+        return [replies[key] for key in keys]
 
     def close(self) -> None:
         self.pool.close()
 
 
-def extract_program(completion: str) -> str:
-    """The last complete block of code, or the completion."""
-    blocks = BLOCK.findall(completion)
-    return blocks[-1] if blocks else completion
-
-
-def _programs(sample: Sample) -> list[list[str | None]]:
-    """What has to run for a sample: source, input, and the output that is right; None where none is compared."""
-    program = extract_program(sample.completion)
-    fields = sample.fields
-    if (tests := _first(fields, TESTS)) is not None:
-        lines = [program, *_texts(_first(fields, SETUP)), *_texts(tests)]
-        if entry_point := fields.get("entry_point"):
-            lines.append(f"check({entry_point})")
-        return [["\n".join(lines), "", None]]
-    inputs = fields.get("inputs")
-    outputs = fields.get("outputs")
-    if not inputs or not outputs or len(inputs) != len(outputs):
-        raise RewardError(
-            f"the code reward found no unit tests in the columns {', '.join(fields) or '(none)'}. It needs one of "
-            f"{', '.join(TESTS)}, or `inputs` and `outputs` of equal length"
-        )
-    return [[program, str(given), str(wanted)] for given, wanted in zip(inputs, outputs, strict=True)]
-
-
-def _first(fields: Mapping[str, Any], names: Sequence[str]) -> Any:
-    return next((fields[name] for name in names if fields.get(name)), None)
-
-
-def _texts(code: Any) -> list[str]:
-    if code is None:
-        return []
-    return [code] if isinstance(code, str) else [str(part) for part in code]
-
-
 def make_runner(seconds: float, memory_mb: int) -> Callable[[dict[str, Any]], bool | None]:
-    """The handler of a worker: whether all programs of a payload pass; None if they take more than `seconds`."""
+    """The handler of a worker: whether a program passes its tests; None if they take more than `seconds`."""
 
     def handler(payload: dict[str, Any]) -> bool | None:
         deadline = time.monotonic() + seconds
-        for source, given, wanted in payload["programs"]:
+
+        def ran(stdin: str = "", asked: dict[str, Any] | None = None) -> Any:
             left = max(0.01, deadline - time.monotonic())
-            try:
-                passes = _passes(source, given, wanted, seconds=left, memory_mb=memory_mb)
-            except TimeoutError:
-                return None
-            if not passes:
-                return False
-        return True
+            return run(payload["program"], stdin, seconds=left, memory_mb=memory_mb, asked=asked)
+
+        try:
+            if payload["source"]:
+                return ran(asked={"tests": payload["source"], "entry": payload["entry"]}).found is True
+            if calls := payload["calls"]:
+                arguments = [given for given, _ in calls]
+                found = ran(asked={"calls": {"name": payload["function"], "arguments": arguments}}).found
+                return isinstance(found, list) and all(map(returned, found, [wanted for _, wanted in calls]))
+            return all(printed(ran(given), wanted) for given, wanted in payload["pairs"])
+        except TimeoutError:
+            return None
 
     return handler
 
 
-def _passes(source: str, given: str, wanted: str | None, *, seconds: float, memory_mb: int) -> bool:
-    if wanted is not None:
-        ran = run(source, given, seconds=seconds, memory_mb=memory_mb)
-        return ran.code == 0 and _lines(ran.output) == _lines(wanted)
-    mark = token_hex(16)  # printed after the last assertion, so that a program that exits before does not pass
-    ran = run(f"{source}\nprint({mark!r})\n", seconds=seconds, memory_mb=memory_mb)
-    return ran.code == 0 and ran.output.rstrip("\n").endswith(mark)
+def printed(ran: Any, wanted: str) -> bool:
+    """Whether a program ended well and printed these lines, without regard to white space at line ends."""
+    return ran.code == 0 and _lines(ran.output) == _lines(wanted)
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
+    lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def returned(found: Any, wanted: Any) -> bool:
+    """Whether a returned value is the wanted one, both as JSON; some data sets have the wanted one in a list."""
+    return _same(found, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _same(found, wanted[0]))
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, float) and isinstance(found, int | float) and not isinstance(found, bool):
+        return isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-9)
+    if isinstance(wanted, list):
+        return isinstance(found, list) and len(found) == len(wanted) and all(map(_same, found, wanted))
+    if isinstance(wanted, dict):
+        return (
+            isinstance(found, dict)
+            and found.keys() == wanted.keys()
+            and all(_same(found[k], wanted[k]) for k in wanted)
+        )
+    return found == wanted and isinstance(found, bool) == isinstance(wanted, bool)

@@ -8,13 +8,13 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pkgutil import resolve_name
 from typing import Any
 
 from specrl.reward.base import Outcome, Reward, RewardError, Sample, attempt, checked_outcomes
 from specrl.reward.config import RewardConfig
 from specrl.reward.pool import WorkerPool
+from specrl.reward.sandbox import missing
 from specrl.reward.set import RewardSet, check_settings
 
 BUILT_IN = {
@@ -41,18 +41,21 @@ def load_rewards(config: RewardConfig) -> RewardSet:
 def check(config: RewardConfig, columns: Collection[str] | None = None) -> None:
     """Raises RewardError, in one line, when the configured rewards cannot work: a name, module, signature or weight.
 
-    Cheap enough for the start of a program: it imports the user's modules, starts no worker and calls nothing.
+    Cheap enough for the start of a program: it imports the user's modules, starts no worker and calls nothing. For the
+    code reward it runs an empty program, as the kernel may refuse to confine any.
 
     Args: columns: the data's, which functions must not go beyond; None if the data has not been read.
     """
     found = {spec: find(spec) for spec in config.functions if spec not in BUILT_IN}
+    if "code" in config.functions and (reason := missing()):
+        raise RewardError(reason)
     names = [found[spec][1] if spec in found else spec for spec in config.functions]
     check_settings(names, config.weights or [1.0] * len(names))
     for spec, (target, _) in found.items():
-        missing = [] if columns is None else [name for name in _needed(target) if name not in columns]
-        if missing:
+        absent = [] if columns is None else [name for name in _needed(target) if name not in columns]
+        if absent:
             raise RewardError(
-                f"reward {spec!r} needs the column {missing[0]!r}, which the data does not have. It has: "
+                f"reward {spec!r} needs the column {absent[0]!r}, which the data does not have. It has: "
                 f"{', '.join(columns or ()) or 'none'}. Rename it, or give that parameter a default"
             )
 
@@ -103,7 +106,8 @@ class FunctionReward:
         self.deterministic = getattr(function, "deterministic", False)
         self.verifiable = getattr(function, "verifiable", False)
         self._function = function
-        self._columns: set[str] | None = None  # None: all of them
+        self.columns: set[str] | None = None
+        """The columns that the function takes; None is all of them."""
         try:
             signature = inspect.signature(function)
             signature.bind_partial("prompt", "completion", "answer")
@@ -112,20 +116,22 @@ class FunctionReward:
         except ValueError:  # a C function without a signature
             return
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
-            self._columns = set(signature.parameters)
+            self.columns = set(signature.parameters)
 
     def __call__(self, samples: Sequence[Sample]) -> list[Outcome]:
         return [attempt(self._score, sample) for sample in samples]
 
     def _score(self, sample: Sample) -> Any:
         columns = {"messages": sample.messages} | sample.fields
-        if self._columns is not None:
-            columns = {key: value for key, value in columns.items() if key in self._columns}
+        if self.columns is not None:
+            columns = {key: value for key, value in columns.items() if key in self.columns}
         return self._function(sample.prompt, sample.completion, sample.answer, **columns)
 
 
 class IsolatedReward:
     """A user-defined reward in killable worker processes (`reward.isolate_user`), one sample per call.
+
+    A plain function gets only the columns that it takes, as JSON carries them there.
 
     Args: target: the reward itself, for what it declares; it runs in the workers only.
     """
@@ -134,11 +140,16 @@ class IsolatedReward:
         self.name = name
         self.deterministic = getattr(target, "deterministic", False)
         self.verifiable = getattr(target, "verifiable", False)
+        plain = not inspect.isclass(target) and not _has_name(target)
+        self._columns = FunctionReward(target, name).columns if plain else None
         self.pool = WorkerPool("specrl.reward.loading:make_handler", config, [spec])
         self.pool.start()
 
     def __call__(self, samples: Sequence[Sample]) -> list[Outcome]:
-        return self.pool.map([asdict(sample) for sample in samples])
+        return self.pool.map([vars(sample) | {"fields": self._taken(sample.fields)} for sample in samples])
+
+    def _taken(self, fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in fields.items() if self._columns is None or name in self._columns}
 
     def close(self) -> None:
         self.pool.close()

@@ -1,6 +1,7 @@
 """Loading, combining and distrusting rewards: no failure becomes a number."""
 
 import dataclasses
+import datetime
 import math
 import os
 import subprocess
@@ -251,6 +252,41 @@ def test_a_function_gets_the_columns_it_names(plug_ins):
     assert reward([Sample("p", "c", None, {"scale": 7, "other": 1})]) == [7.0]
     assert isinstance(reward([Sample("p", "c")])[0], TypeError)
     assert FunctionReward(lambda *texts: 1.0, "any")([Sample("p", "c", None, {"scale": 7})]) == [1.0]
+
+
+def test_columns_that_no_parameter_names_need_not_be_json(plug_ins):
+    fields = {"scale": 7, "when": datetime.date(2026, 1, 1), "raw": b"x"}
+    with closing(load_reward("reward_plug_ins:named_only", dataclasses.replace(plug_ins, isolate_user=True))) as reward:
+        assert reward([Sample("p", "c", None, fields)]) == [7.0]
+
+
+def test_columns_that_a_function_needs_are_looked_for_before_the_run(plug_ins):
+    config = dataclasses.replace(plug_ins, functions=["reward_plug_ins:named_only"])
+    check(config, ["scale", "other"])
+    check(config)
+    with pytest.raises(RewardError, match="needs the column 'scale', which the data does not have. It has: other"):
+        check(config, ["other"])
+
+
+class Choosy(Listed):
+    """A reward that cannot score some rows, and would give them 1."""
+
+    def __init__(self):
+        super().__init__(lambda batch: [1.0] * len(batch))
+        self.checked = []
+
+    def check(self, batch):
+        self.checked += [sample.answer for sample in batch]
+        return [None if sample.answer else ValueError("no answer") for sample in batch]
+
+
+def test_rows_that_cannot_be_scored_have_no_score_and_are_checked_once():
+    reward = Choosy()
+    rewards = RewardSet([reward], max_failure_ratio=1)
+    batch = [Sample("p", text, answer) for text in ("x", "y") for answer in ("1", "2", "")]
+    for _ in range(2):
+        assert rewards.score(batch).total == [1.0, 1.0, None] * 2
+    assert reward.checked == ["1", "2", "", ""], "a flaw may have passed, a sound row stays sound"
 
 
 @pytest.mark.parametrize("isolate", [False, True])

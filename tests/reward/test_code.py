@@ -1,72 +1,243 @@
-"""The code reward: tests of a row, and programs that misbehave."""
+"""The code reward: forms of tests, which program of a response counts, and programs that misbehave or cheat."""
 
-import os
-import subprocess
-import sys
-import time
+import json
 from contextlib import closing
 
 import pytest
 
-from specrl.reward.base import RewardError, Sample
-from specrl.reward.code import CodeReward, extract_program
+from specrl.reward.base import Sample
+from specrl.reward.code import CodeReward
 from specrl.reward.config import RewardConfig
 from specrl.reward.loading import load_rewards
-from specrl.reward.sandbox import MAX_OUTPUT, run
+from specrl.reward.unit_tests import UnitTests, extract_program, unit_tests
 
-LIMITS = {"seconds": 10.0, "memory_mb": 512}
-RIGHT = "Here it is:\n```python\ndef double(x):\n    return 2 * x\n```\nDone."
+RIGHT = "def double(x):\n    return 2 * x"
 WRONG = RIGHT.replace("2 * x", "3 * x")
-ADD = "a, b = map(int, input().split())\nprint(a + b)"
+READS = "print(2 * int(input()))"
+ASSERTS = ["assert double(2) == 4", "assert double(0) == 0"]
+PAIRS = {"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10"]}
+CALLS = {"inputs": [[2], [5]], "outputs": [4, 10], "fn_name": "double"}
+CLASS = (
+    "import unittest\nfrom solution import double\nclass TestIt(unittest.TestCase):\n"
+    "    def test_it(self):\n        self.assertEqual(double(2), 4)\n"
+)
+FUNCTIONS = {
+    "a list": {"test_list": ASSERTS},
+    "text": {"tests": "\n".join(ASSERTS)},
+    "JSON text of a list": {"tests": json.dumps(ASSERTS)},
+    "Python text of a list": {"tests": str(ASSERTS)},
+    "with code before": {"test_list": ["assert twice(2) == 4"], "test_setup_code": "twice = double"},
+    "check": {"test": "def check(candidate):\n    assert candidate(3) == 6\n", "entry_point": "double"},
+    "check that is called": {"test": "def check(f):\n    assert f(3) == 6\ncheck(double)"},
+    "test functions": {"tests": "from solution import *\ndef test_it():\n    assert double(3) == 6\n"},
+    "test class": {"tests": "class TestIt:\n    def test_it(self):\n        assert double(3) == 6\n"},
+    "unittest": {"tests": CLASS},
+    "calls": CALLS,
+    "calls as JSON text": {"input_output": json.dumps(CALLS)},
+    "calls of one wanted value in a list": {**CALLS, "outputs": [[4], [10]]},
+    "calls with arguments by line": {"inputs": ["2", "5\n"], "outputs": ["4", "10"], "fn_name": "double"},
+    "objects of calls": {"tests": [{"input": [2], "output": 4, "fn_name": "double"}]},
+}
+PROGRAMS = {
+    "pairs": PAIRS,
+    "pairs of numbers": {"inputs": [2, 5], "outputs": [4, 10]},
+    "pairs of lists of lines": {"inputs": [["2"], ["5"]], "outputs": [["4"], ["10"]]},
+    "pairs as JSON text": {"inputs": json.dumps(PAIRS["inputs"]), "outputs": json.dumps(PAIRS["outputs"])},
+    "input_output": {"input_output": json.dumps(PAIRS)},
+    "objects": {"tests": [{"input": "2\n", "output": "4\n", "type": "stdin_stdout"}]},
+    "JSON text of objects": {"tests": json.dumps([{"input": "2\n", "output": "4\n"}])},
+}
+UNKNOWN = {
+    "no column": ({"level": "easy"}, "no unit tests in the columns level"),
+    "prose": ({"tests": "see the statement"}, "cannot be run"),
+    "an empty list as text": ({"tests": "[]"}, "is no form of tests"),
+    "calls that nothing checks": ({"tests": "double(2)"}, "nothing in them can fail"),
+    "check without its candidate": ({"tests": "def check(f):\n    assert f(1) == 2"}, "entry_point"),
+    "other lengths": ({"inputs": ["1"], "outputs": []}, "no unit tests"),
+    "more inputs": ({"inputs": ["1", "2"], "outputs": ["3"]}, "equal length"),
+    "arguments without a function": ({"inputs": [{"a": 1}], "outputs": [2]}, "fn_name"),
+    "an object": ({"tests": {"a": 1}}, "is no form of tests"),
+    "an empty program passes": ({"tests": "def run():\n    assert double(2) == 4\n"}, "an empty program passes"),
+    "wanted output is empty": ({"inputs": ["2"], "outputs": ["\n"]}, "an empty program passes"),
+}
 
 
 @pytest.fixture(scope="module")
 def reward():
-    with closing(CodeReward(RewardConfig(timeout_s=5, memory_mb=512))) as made:
+    with closing(CodeReward(RewardConfig(timeout_s=10, memory_mb=512))) as made:
         yield made
 
 
-def scores(reward, completion: str, **fields) -> list:
-    return reward([Sample("p", completion, None, fields)])
+def score(reward, completion: str, fields: dict, prompt: str = "p"):
+    (outcome,) = reward([Sample(prompt, completion, None, fields)])
+    return outcome
+
+
+def block(code: str, info: str = "python") -> str:
+    return f"```{info}\n{code}\n```"
 
 
 @pytest.mark.slow
-def test_assertions_and_a_check_function_decide(reward):
-    tests = ["assert double(2) == 4", "assert double(0) == 0"]
-    humaneval = "def check(candidate):\n    assert candidate(3) == 6\n"
-    for fields in ({"test_list": tests}, {"tests": "\n".join(tests)}, {"test": humaneval, "entry_point": "double"}):
-        assert scores(reward, RIGHT, **fields) == [1.0]
-        assert scores(reward, WRONG, **fields) == [0.0]
+@pytest.mark.parametrize("form", [*FUNCTIONS, *PROGRAMS])
+def test_every_form_of_tests_decides(reward, form):
+    fields = (FUNCTIONS | PROGRAMS)[form]
+    right = RIGHT if form in FUNCTIONS else READS
+    assert reward.check([Sample("p", "", None, fields)]) == [None]
+    assert score(reward, block(right), fields) == 1.0
+    assert score(reward, block(right.replace("2 *", "3 *")), fields) == 0.0
+    assert score(reward, "I do not know.", fields) == 0.0
 
 
 @pytest.mark.slow
-def test_inputs_and_outputs_decide(reward):
-    fields = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
-    assert scores(reward, f"```python\n{ADD}\n```", **fields) == [1.0]
-    assert scores(reward, f"```\n{ADD.replace('+', '-')}\n```", **fields) == [0.0]
-    assert scores(reward, ADD, **fields) == [1.0], "a completion without a block is a program"
+@pytest.mark.parametrize("form", UNKNOWN)
+def test_tests_that_cannot_fail_or_be_read_give_no_score(reward, form):
+    fields, message = UNKNOWN[form]
+    (flaw,) = reward.check([Sample("p", "", None, fields)])
+    assert message in str(flaw)
+    assert isinstance(score(reward, block(RIGHT), fields), ValueError)
 
 
-def test_the_last_complete_block_counts():
-    assert extract_program("```python\na\n```\nor\n```py\nb\n```\n```python\nunfinished") == "b\n"
+@pytest.mark.slow
+def test_a_method_of_solution_is_called_too(reward):
+    method = "class Solution:\n    def double(self, x):\n        return 2 * x"
+    assert score(reward, block(method), CALLS) == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wanted", "returns", "value"),
+    [
+        (0.3, "0.1 + 0.2", 1.0),
+        (0.3, "0.31", 0.0),
+        (1, "1.0", 1.0),
+        (1, "True", 0.0),
+        ([1, 2], "(1, 2)", 1.0),
+        ([1, 2], "[2, 1]", 0.0),
+        ({"a": [1]}, "{'a': (1,)}", 1.0),
+        (None, "None", 1.0),
+        ("1", "1", 0.0),
+    ],
+)
+def test_returned_values_are_compared_as_json(reward, wanted, returns, value):
+    fields = {"inputs": [[1]], "outputs": [wanted], "fn_name": "f"}
+    assert score(reward, block(f"def f(x):\n    return {returns}"), fields) == value
+
+
+ASKS = UnitTests(source="assert double(2) == 4")
+READ = UnitTests(pairs=(("2", "4"),))
+
+
+@pytest.mark.parametrize(
+    ("text", "tests", "program"),
+    [
+        (RIGHT, ASKS, RIGHT),
+        (f"{READS}\n```", READ, READS),
+        (block(RIGHT), ASKS, RIGHT),
+        (block(WRONG) + "\nNo:\n" + block(RIGHT), ASKS, RIGHT),
+        (block(RIGHT) + "\nFor example:\n" + block("print(double(3))"), ASKS, RIGHT),
+        (block(RIGHT) + "\nprints\n" + block("6", ""), ASKS, RIGHT),
+        (block(READS) + "\nRun it:\n" + block("python a.py", "bash"), READ, READS),
+        (block("pip install x", "bash") + "\n" + block(READS, ""), READ, READS),
+        (block(READS, "Python title='a.py'"), READ, READS),
+        (block(READS, "py").replace("```", "~~~~"), READ, READS),
+        (block(READS).replace("\n", "\r\n"), READ, READS),
+        ("1. So:\n\n   ```python3\n   " + READS + "\n   ```", READ, READS),
+        (block(READS, "") + "\nOutput:\n" + block("4", ""), READ, READS),
+        (f"```python\n{READS}", READ, READS),
+    ],
+)
+def test_the_program_of_a_response(text, tests, program):
+    assert extract_program(text, tests).strip() == program
+
+
+def test_names_that_tests_ask_for():
+    assert unit_tests({"tests": "import math\nx = 1\nassert f(x) == g(math.pi)"}).needs == {"f", "g"}
+    assert unit_tests(FUNCTIONS["unittest"]).needs == {"double"}
+    assert unit_tests(CALLS).needs == {"double", "Solution"}
+
+
+@pytest.mark.slow
+def test_thoughts_have_no_program(reward):
+    thought = f"<think>\n{block(RIGHT)}\n"
+    assert score(reward, thought, FUNCTIONS["a list"]) == 0.0
+    assert score(reward, thought + "</think>\n" + block(WRONG), FUNCTIONS["a list"]) == 0.0
+    assert score(reward, f"<think>\n{block(WRONG)}\n</think>\n" + block(RIGHT), FUNCTIONS["a list"]) == 1.0
+
+
+ALWAYS = "class Always:\n    def __eq__(self, other):\n        return True\n    __hash__ = None\n"
+CHEATS = {
+    "exits": "def double(x): return 2\nraise SystemExit(0)",
+    "exits at once": "import os\nos._exit(0)",
+    "exits when it is called": "import sys\ndef double(x): sys.exit(0)",
+    "kills itself": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+    "is no Python": "def double(x:",
+    "takes memory": "double = bytearray(10**10)",
+    "prints without end": "print('x' * 10**8)\ndef double(x): return 2 * x",
+    "writes without end": "open('f', 'wb').write(b'x' * 10**8)\ndef double(x): return 2 * x",
+    "equals everything": f"{ALWAYS}def double(x): return Always()",
+    "equals everything in a list": f"{ALWAYS}class double(list):\n    def __eq__(self, other): return True\n",
+    "a number that equals all": "class N(int):\n    def __eq__(self, other): return True\ndef double(x): return N(9)",
+    "reads its own file": "import re\ntext = open(__file__).read()\nprint(text)\ndef double(x): return 0",
+    "hooks exceptions": "import os, sys\nsys.excepthook = lambda *_: os._exit(0)\ndef double(x): return 0",
+    "prints at the end": "import atexit\natexit.register(print, 'true')\ndef double(x): return 0",
+    "replaces assertion errors": "import builtins\nbuiltins.AssertionError = OSError\ndef double(x): return 0",
+    "replaces isinstance": "import builtins\nbuiltins.all = lambda *_: True\ndef double(x): return [0]",
+    "writes a verdict": "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'loaded\\ntrue\\n')\n"
+    "    except OSError: pass\ndef double(x): return 0",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", CHEATS)
+@pytest.mark.parametrize("form", ["a list", "unittest", "calls"])
+def test_programs_that_misbehave_or_cheat_score_0(reward, how, form):
+    assert score(reward, CHEATS[how], FUNCTIONS[form]) == 0.0
+    assert score(reward, RIGHT, FUNCTIONS[form]) == 1.0, "the worker goes on"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [
-        "def double(x): return 2 * x\nraise SystemExit(0)",
-        "import os\nos._exit(0)",
-        "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
-        "def double(x:",
-        "double = bytearray(10**10)",
-        "print('x' * 10**8)\ndef double(x): return 2 * x",
-        "open('f', 'wb').write(b'x' * 10**8)\ndef double(x): return 2 * x",
+        f"import atexit\natexit.register(print, 'bye')\n{RIGHT}",
+        f"import threading\nthreading.Thread(target=print, args=('from a thread',)).start()\n{RIGHT}",
+        f"print('loaded')\n{RIGHT}",
+        f"class Point:\n    def __eq__(self, other): return self.x == other.x\n{RIGHT}",
+        f"{RIGHT}\nif __name__ == '__main__':\n    print(double(int(input())))",
     ],
 )
-def test_programs_that_misbehave_score_0(reward, program):
-    assert scores(reward, program, tests="assert double(2) == 4") == [0.0]
-    assert scores(reward, RIGHT, tests="assert double(2) == 4") == [1.0], "the worker goes on"
+def test_right_programs_may_print_and_define_what_they_like(reward, program):
+    assert score(reward, program, FUNCTIONS["a list"]) == 1.0
+
+
+@pytest.mark.slow
+def test_values_of_the_programs_own_types_are_compared_by_them(reward):
+    point = (
+        "class Point:\n    def __init__(self, x): self.x = x\n    def __eq__(self, other): return self.x == other.x\n"
+    )
+    fields = {"tests": "assert Point(1) == Point(1)\nassert not Point(1) == Point(2)\nassert [Point(1)] == [Point(1)]"}
+    assert score(reward, point, fields) == 1.0
+    assert score(reward, point.replace("self.x == other.x", "True"), fields) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prints", "wanted", "value"),
+    [
+        ("print('a \\nb')", "a\nb", 1.0),
+        ("print('a\\nb\\n\\n')", "a\r\nb\r\n", 1.0),
+        ("print('a\\u2028b')", "a\u2028b", 1.0),
+        ("print('a\\u2028b')", "a\nb", 0.0),
+        ("print('a\\x0cb')", "a\nb", 0.0),
+        ("print('\\na')", "a", 0.0),
+        ("print('a')", "a\nb", 0.0),
+        ("import atexit\natexit.register(print, 'b')\nprint('a')", "a\nb", 1.0),
+        ("print('a')\nraise SystemExit(3)", "a", 0.0),
+        ("print('a')\nraise SystemExit", "a", 1.0),
+    ],
+)
+def test_outputs_are_compared_by_lines(reward, prints, wanted, value):
+    assert score(reward, block(f"input\n{prints}"), {"inputs": [""], "outputs": [wanted]}) == value
 
 
 @pytest.mark.slow
@@ -74,51 +245,17 @@ def test_programs_that_misbehave_score_0(reward, program):
 def test_an_endless_program_is_over_the_limit_and_not_wrong(on_limit, score):
     config = RewardConfig(functions=["code"], timeout_s=1.5, max_failure_ratio=1, on_limit=on_limit)
     with closing(load_rewards(config)) as rewards:
-        done = rewards.score([Sample("p", "while True: pass", None, {"tests": "assert True"})])
+        done = rewards.score([Sample("p", "while True: pass", None, {"tests": "assert double(1) == 2"})])
     assert done.total == [score]
     assert done.over_limit == {"code": 1}
 
 
-def test_rows_without_tests_stop_the_run(reward):
-    with pytest.raises(RewardError, match=r"no unit tests in the columns level.*inputs"):
-        scores(reward, RIGHT, level="easy")
-
-
 @pytest.mark.slow
-def test_what_a_program_started_ends_with_it():
-    mark = f"specrl-test-{os.getpid()}"
-    child = f"import os, time\nos.fork()\nos.setsid() if os.getpid() != 1 else None\n{mark!r}\ntime.sleep(60)"
-    began = time.monotonic()
-    with pytest.raises(TimeoutError, match="1 s"):
-        run(child, seconds=1.0, memory_mb=512)
-    assert time.monotonic() - began < 10
-    time.sleep(0.2)
-    commands = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert "specrl-code-" not in commands
-
-
-@pytest.mark.slow
-def test_a_program_has_its_own_directory_no_secrets_and_bounded_output(monkeypatch):
-    monkeypatch.setenv("SECRET_TOKEN", "secret")
-    ran = run("import os\nprint(os.listdir('.'), 'SECRET_TOKEN' in os.environ)", **LIMITS)
-    assert ran.code == 0
-    assert ran.output == "['program.py'] False\n"
-    assert len(run("print('x' * 10**8)", **LIMITS).output) <= MAX_OUTPUT
-
-
-def network_is_hidden() -> bool:
-    """Whether this process may create a network namespace, asked of unshare(1)."""
-    flag = "-n" if os.geteuid() == 0 else "-rn"
-    return subprocess.run(["unshare", flag, "true"], capture_output=True).returncode == 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux" or not network_is_hidden(), reason="needs network namespaces of Linux")
-def test_a_program_has_no_network():
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        attempt = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)"
-        assert run(attempt, **LIMITS).code != 0
-        assert subprocess.run([sys.executable, "-c", attempt]).returncode == 0, "control: it is there"
+def test_a_row_is_tried_with_an_empty_program_once(reward, monkeypatch):
+    asked = []
+    real = reward.pool.map
+    monkeypatch.setattr(reward.pool, "map", lambda payloads: asked.extend(payloads) or real(payloads))
+    fields = {"tests": "assert double(7) == 14"}
+    for completion in (RIGHT, RIGHT, WRONG):
+        score(reward, completion, fields)
+    assert [bool(payload["program"]) for payload in asked] == [False, True, True, True]
