@@ -82,7 +82,10 @@ def waited(first: int, refused: int, seconds: float) -> int:
     if reason := os.read(refused, 1000):
         os.write(VERDICT, reason)
         return NOT_CONFINED
-    return os.waitstatus_to_exitcode(status) & 0xFF if handle in ready else TOO_LONG
+    if handle not in ready:
+        return TOO_LONG
+    code = os.waitstatus_to_exitcode(status) & 0xFF
+    return 1 if code in (TOO_LONG, NOT_CONFINED) else code  # a program's own status is neither
 
 
 def become_myself(user: int, group: int) -> None:
@@ -118,7 +121,8 @@ def own_root() -> None:
     mount("tmpfs", base, "tmpfs", NO_SETUID | NO_DEVICES, b"size=1048576,mode=755")
     wanted = [*SYSTEM, sys.prefix, sys.base_prefix, *(path for path in sys.path if os.path.isdir(path))]
     bound: list[str] = []
-    sources = {path: os.open(path, os.O_PATH) for path in [*wanted, *DEVICES] if os.path.exists(path)}
+    paths = dict.fromkeys([*wanted, *DEVICES])  # once each: a descriptor left open leads to the old root
+    sources = {path: os.open(path, os.O_PATH) for path in paths if os.path.exists(path)}
     for path, source in sources.items():
         inner = base + path
         if os.path.islink(path):

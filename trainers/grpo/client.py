@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from trl.generation.vllm_client import VLLMClient
 
+from specrl.rollout.engines.vllm.guard import HEADER, TOKEN
 from specrl.rollout.engines.vllm.wire import KeyedRequest, acceptance_counts
 from specrl.rollout.types import RolloutError
 
@@ -36,6 +38,7 @@ class KeyedClient(VLLMClient):
 
     def __init__(self, **options: Any):
         super().__init__(**options)
+        self.session.headers[HEADER] = os.environ.get(TOKEN, "")
         self._config = self._server_config()
 
     def _server_config(self) -> dict[str, Any]:
