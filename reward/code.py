@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from hashlib import blake2b
-from math import isclose
 from typing import Any
 
 from specrl.reward.answers import final_text
 from specrl.reward.base import LimitError, Outcome, RewardError, Sample
 from specrl.reward.config import RewardConfig
 from specrl.reward.pool import WorkerPool
-from specrl.reward.sandbox import missing, run
+from specrl.reward.sandbox import Ran, UnsupportedTestsError, missing, passes, run
 from specrl.reward.unit_tests import UnitTests, extract_program, unit_tests
 
 SHARE = 0.8
@@ -32,8 +31,9 @@ class CodeReward:
     its own fault and scores 0. All tests of a row together have most of `reward.timeout_s`, and a program that takes
     longer is over the limit (`reward.on_limit`).
 
-    Wanted outputs and return values stay in another process, and a program is loaded before the code that tests it is
-    there. Assertions run beside the program, so one that searches the interpreter for them while they run may pass.
+    Tests run in a process that the program cannot see, and ask it for the results of calls (`remote.py`); so do
+    wanted outputs stay outside. A program learns its inputs, and nothing of what is wanted. Where tests compare two
+    objects of the program's own types, the program decides whether these are equal.
     """
 
     name = "code"
@@ -103,37 +103,38 @@ class CodeReward:
             )
             error.caused_by_text = self.pool.map([CANARY]) == [True]
             replies = {key: error if reply is None else reply for key, reply in replies.items()}
-        return [replies[key] for key in keys]
+        return [ValueError(reply) if isinstance(reply, str) else reply for reply in map(replies.get, keys)]
 
     def close(self) -> None:
         self.pool.close()
 
 
-def make_runner(seconds: float, memory_mb: int) -> Callable[[dict[str, Any]], bool | None]:
-    """The handler of a worker: whether a program passes its tests; None if they take more than `seconds`."""
+def make_runner(seconds: float, memory_mb: int) -> Callable[[dict[str, Any]], bool | str | None]:
+    """The handler of a worker: whether a program passes its tests.
 
-    def handler(payload: dict[str, Any]) -> bool | None:
+    It is None if they take more than `seconds`, and text that says why they cannot be run.
+    """
+
+    def handler(payload: dict[str, Any]) -> bool | str | None:
         deadline = time.monotonic() + seconds
 
-        def ran(stdin: str = "", asked: dict[str, Any] | None = None) -> Any:
-            left = max(0.01, deadline - time.monotonic())
-            return run(payload["program"], stdin, seconds=left, memory_mb=memory_mb, asked=asked)
+        def limits() -> dict[str, Any]:
+            return {"seconds": max(0.01, deadline - time.monotonic()), "memory_mb": memory_mb}
 
+        program = payload["program"]
         try:
-            if payload["source"]:
-                return ran(asked={"tests": payload["source"], "entry": payload["entry"]}).found is True
-            if calls := payload["calls"]:
-                arguments = [given for given, _ in calls]
-                found = ran(asked={"calls": {"name": payload["function"], "arguments": arguments}}).found
-                return isinstance(found, list) and all(map(returned, found, [wanted for _, wanted in calls]))
-            return all(printed(ran(given), wanted) for given, wanted in payload["pairs"])
+            if payload["pairs"]:
+                return all(printed(run(program, given, **limits()), wanted) for given, wanted in payload["pairs"])
+            return passes(program, payload, **limits())
         except TimeoutError:
             return None
+        except UnsupportedTestsError as error:
+            return f"the row's tests cannot be run: {error}"
 
     return handler
 
 
-def printed(ran: Any, wanted: str) -> bool:
+def printed(ran: Ran, wanted: str) -> bool:
     """Whether a program ended well and printed these lines, without regard to white space at line ends."""
     return ran.code == 0 and _lines(ran.output) == _lines(wanted)
 
@@ -143,22 +144,3 @@ def _lines(text: str) -> list[str]:
     while lines and not lines[-1]:
         lines.pop()
     return lines
-
-
-def returned(found: Any, wanted: Any) -> bool:
-    """Whether a returned value is the wanted one, both as JSON; some data sets have the wanted one in a list."""
-    return _same(found, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _same(found, wanted[0]))
-
-
-def _same(found: Any, wanted: Any) -> bool:
-    if isinstance(wanted, float) and isinstance(found, int | float) and not isinstance(found, bool):
-        return isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-9)
-    if isinstance(wanted, list):
-        return isinstance(found, list) and len(found) == len(wanted) and all(map(_same, found, wanted))
-    if isinstance(wanted, dict):
-        return (
-            isinstance(found, dict)
-            and found.keys() == wanted.keys()
-            and all(_same(found[k], wanted[k]) for k in wanted)
-        )
-    return found == wanted and isinstance(found, bool) == isinstance(wanted, bool)

@@ -1,31 +1,35 @@
-"""Runs a program that a model wrote, in a process of its own that is confined; see `reward/confined.py`."""
+"""Runs a program that a model wrote, and tests of it, each in a process of its own that is confined (`confined.py`)."""
 
 from __future__ import annotations
 
 import json
 import os
 import select
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from secrets import token_hex
-from typing import IO, Any
+from typing import Any
 
 from specrl.reward import confined
 
 SCRIPT = Path(confined.__file__)
 GRACE_S = 5.0
-"""Seconds after its deadline in which a program must have ended."""
-MAX_VERDICT = 2**22
+"""Seconds after its deadline in which a process must have ended."""
+MAX_VERDICT = 2**16
 
 
 class NotConfinedError(RuntimeError):
     """The kernel refuses what confines a program; the message says what."""
+
+
+class UnsupportedTestsError(ValueError):
+    """The tests ask for something that cannot be asked of a program in another process; the message says what."""
 
 
 @dataclass(frozen=True)
@@ -36,101 +40,107 @@ class Ran:
     """Exit status; 128 and more for a signal."""
     output: str
     """What it printed, up to `confined.MAX_FILE` bytes."""
-    found: Any = None
-    """What the tests or calls found; None if they did not come to their end."""
 
 
-def run(program: str, stdin: str = "", *, seconds: float, memory_mb: int, asked: dict[str, Any] | None = None) -> Ran:
-    """Runs a Python program that reads `stdin`, or loads it and asks it what `asked` says.
+class Confined:
+    """One confined process, killed at the end of a `with` block with all that it started.
 
     Args:
+        job: see `confined.py`.
         seconds: of wall clock, and about as many of processor time.
         memory_mb: address space of each of its processes; 0 is unlimited.
-        asked: {"tests": source, "entry": name of the function that `check` gets, or ""} or {"calls": {"name": of a
-            function, "arguments": list of lists}}. The program is loaded before it can reach them.
+        stdin: what it reads.
+        peer: a socket to the other process; None if there is none.
+    """
+
+    def __init__(
+        self, job: dict[str, Any], seconds: float, memory_mb: int, stdin: str = "", peer: socket.socket | None = None
+    ):
+        self._seconds = seconds
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed at the end of the `with` block
+        job_end, self._job = os.pipe()
+        self._verdict, verdict_end = os.pipe()
+        lifeline_end, self._lifeline = os.pipe()
+        ends = [job_end, verdict_end, lifeline_end]
+        peer_end = peer.fileno() if peer else lifeline_end
+        try:
+            with tempfile.TemporaryFile() as given:
+                given.write(stdin.encode(errors="replace"))
+                given.seek(0)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", str(SCRIPT), str(seconds), str(memory_mb), *map(str, [*ends, peer_end])],
+                    stdin=given,
+                    stdout=self._output,
+                    stderr=subprocess.DEVNULL,
+                    env={"PATH": os.defpath, "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+                    pass_fds={*ends, peer_end},
+                    start_new_session=True,
+                )
+        finally:
+            for end in ends:
+                os.close(end)
+        with suppress(BrokenPipeError), os.fdopen(self._job, "wb") as channel:  # it may have ended and say why
+            channel.write(json.dumps(job).encode() + b"\n")
+
+    def __enter__(self) -> Confined:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._lifeline)  # it kills what it started and ends
+        self._process.wait(GRACE_S)
+        os.close(self._verdict)
+        self._output.close()
+
+    def wait(self) -> tuple[Ran, bytes]:
+        """How it ended, and its verdict. Raises TimeoutError, NotConfinedError."""
+        deadline = time.monotonic() + self._seconds + GRACE_S
+        verdict = b""
+        while select.select([self._verdict], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            part = os.read(self._verdict, MAX_VERDICT)
+            verdict += part
+            if not part or len(verdict) > MAX_VERDICT:
+                break
+        code = self._process.wait(max(0.1, deadline - time.monotonic()))
+        if code == confined.TOO_LONG:
+            raise TimeoutError(f"the program ran for more than {self._seconds:g} s")
+        if code == confined.NOT_CONFINED:
+            raise NotConfinedError(verdict.decode(errors="replace"))
+        self._output.seek(0)
+        return Ran(code, self._output.read(confined.MAX_FILE).decode(errors="replace")), verdict
+
+
+def run(program: str, stdin: str = "", *, seconds: float, memory_mb: int) -> Ran:
+    """Runs a Python program that reads `stdin`. Raises TimeoutError, NotConfinedError."""
+    with Confined({"run": program}, seconds, memory_mb, stdin) as process:
+        return process.wait()[0]
+
+
+def passes(program: str, tests: dict[str, Any], *, seconds: float, memory_mb: int) -> bool:
+    """Whether a program passes tests that call it. They run in a process that the program cannot see.
+
+    Args: tests: `source` and `entry`, or `function` and `calls`, as UnitTests has them.
 
     Raises:
-        TimeoutError: it took longer.
-        NotConfinedError: it was not run.
+        TimeoutError, NotConfinedError: as `run`.
+        UnsupportedTestsError: they say nothing about the program.
     """
-    mark = token_hex(16)
-    lines = [{"program": program, "load": asked is not None}]
-    if asked is not None:
-        lines.append({**asked, "mark": mark})
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output:
-        given.write(stdin.encode(errors="replace"))
-        given.seek(0)
-        code, verdict = _started(given, output, lines, seconds, memory_mb)
-        output.seek(0)
-        printed = output.read(confined.MAX_FILE).decode(errors="replace")
-    if code == confined.TOO_LONG:
-        raise TimeoutError(f"the program ran for more than {seconds:g} s")
-    if code == confined.NOT_CONFINED:
-        raise NotConfinedError(verdict.decode(errors="replace"))
-    return Ran(code, printed, _found(verdict, mark))
-
-
-def _started(
-    given: IO[bytes], output: IO[bytes], lines: list[dict[str, Any]], seconds: float, memory_mb: int
-) -> tuple[int, bytes]:
-    """Starts the script and talks to it; its exit status, and what it wrote on VERDICT."""
-    with ExitStack() as pipes:
-        ours, theirs = {}, {}
-        for name, we_write in (("job", True), ("verdict", False), ("lifeline", True)):
-            reading, writing = (
-                pipes.enter_context(os.fdopen(end, mode, 0)) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True)
-            )
-            ours[name] = writing if we_write else reading
-            theirs[name] = reading if we_write else writing
-        numbers = [end.fileno() for end in theirs.values()]
-        process = subprocess.Popen(
-            [sys.executable, "-I", str(SCRIPT), str(seconds), str(memory_mb), *map(str, numbers)],
-            stdin=given,
-            stdout=output,
-            stderr=subprocess.DEVNULL,
-            env={"PATH": os.defpath, "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
-            pass_fds=numbers,
-            start_new_session=True,
-        )
-        for end in theirs.values():
-            end.close()
-        try:
-            verdict = _talked(ours["job"], ours["verdict"], lines, time.monotonic() + seconds + GRACE_S)
-            ours["job"].close()
-            return process.wait(GRACE_S + seconds), verdict
-        finally:
-            ours["lifeline"].close()  # the script kills what it started and ends
-            process.wait(GRACE_S)
-
-
-def _talked(job: IO[bytes], verdict: IO[bytes], lines: list[dict[str, Any]], deadline: float) -> bytes:
-    """Sends the first line, the second once the program is loaded, and returns what is written on VERDICT."""
-    waiting = [json.dumps(line).encode() + b"\n" for line in lines]
-    received = b""
-    with suppress(BrokenPipeError):  # the script has ended and says why
-        job.write(waiting.pop(0))
-    while select.select([verdict], [], [], max(0.0, deadline - time.monotonic()))[0]:
-        part = os.read(verdict.fileno(), 65536)
-        received += part
-        if not part or len(received) > MAX_VERDICT:
-            break
-        if waiting and len(received) >= len(confined.LOADED):
-            if received != confined.LOADED:  # the program writes there too
-                break
-            with suppress(BrokenPipeError):
-                job.write(waiting.pop(0))
-    return received
-
-
-def _found(verdict: bytes, mark: str) -> Any:
-    """What follows the mark on VERDICT; None if nothing does."""
-    before, marked, found = verdict.partition(mark.encode())
-    if before != confined.LOADED or not marked:
-        return None
+    ours, theirs = socket.socketpair()
+    with (
+        ours,
+        theirs,
+        Confined({"serve": program}, seconds + GRACE_S, memory_mb, peer=theirs),  # ends with the tests
+        Confined({"judge": tests}, seconds, memory_mb, peer=ours) as judge,
+    ):
+        ours.close()  # so that one process sees the other's end
+        theirs.close()
+        verdict = judge.wait()[1]
     try:
-        return json.loads(found)
+        found = json.loads(verdict)
     except ValueError:
-        return None
+        return False  # out of memory, for example; the tests are those of the row, and what they got is the program's
+    if "unsupported" in found:
+        raise UnsupportedTestsError(found["unsupported"])
+    return found["passed"] is True
 
 
 @cache

@@ -14,17 +14,22 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
-TESTS = "tests", "test_list", "test", "test_cases", "unit_tests", "input_output"
+TESTS = (
+    *("tests", "test_list", "test", "test_cases", "unit_tests", "input_output", "verification_info", "private_tests"),
+    *("private_test_cases", "official_tests", "public_tests", "public_test_cases", "generated_tests"),
+)
 """Columns with tests in any form; else `inputs` and `outputs`."""
 SETUP = "test_setup_code", "test_imports"
 """Columns with Python code that runs before the tests."""
 FORMS = (
     "assertions, test functions, a unittest class, or check(candidate) with a column entry_point; a list of "
-    "assertions; inputs and outputs, or a list of objects with input and output, of a program or, with fn_name, of a "
-    "function; any of them also as JSON text"
+    "assertions; inputs and outputs, or a list of objects or pairs of input and output, of a program or, with fn_name, "
+    "of a function; any of them also as JSON text"
 )
 NAMES = "fn_name", "func_name", "function_name"
 PYTHON = "python", "python3", "py"
+MODULES = "solution", "main", "your_module"
+"""Names by which tests import the program, also in `judge.py`."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class UnitTests:
         """Names of which a program has to define one."""
         if self.calls:
             return frozenset([self.function, "Solution"])
-        return frozenset([self.entry]) if self.entry else _free_names(self.source)
+        return _free_names(self.entry or self.source)
 
 
 def unit_tests(fields: Mapping[str, Any]) -> UnitTests:
@@ -55,13 +60,13 @@ def unit_tests(fields: Mapping[str, Any]) -> UnitTests:
     Raises:
         ValueError: there are none, they have no known form, or nothing in them can fail.
     """
-    name = next((str(fields[column]) for column in NAMES if fields.get(column)), "")
+    name = _name_in(fields)
     column = next((column for column in TESTS if fields.get(column)), None)
     if column is not None:
         value = fields[column]
-    elif fields.get("inputs") and fields.get("outputs"):
+    elif fields.get("inputs"):
         column = "inputs"
-        value = {"inputs": fields["inputs"], "outputs": fields["outputs"]}
+        value = {"inputs": fields["inputs"], "outputs": fields.get("outputs") or []}
     else:
         raise ValueError(
             f"the code reward found no unit tests in the columns {', '.join(fields) or '(none)'}. It needs one of "
@@ -92,13 +97,20 @@ def _recognised(value: Any, name: str, entry: str, setup: str) -> UnitTests:
         return _source([value], entry, setup)
     if isinstance(value, Sequence) and value and all(isinstance(part, str) for part in value):
         return _source(value, entry, setup)
+    if isinstance(value, Mapping) and "test_cases" in value:
+        return _recognised(_decoded(value["test_cases"]), name or _name_in(value), entry, setup)
     if isinstance(value, Sequence) and value and all(isinstance(part, Mapping) for part in value):
-        name = name or next((str(part[key]) for part in value for key in NAMES if part.get(key)), "")
+        name = name or next(filter(None, map(_name_in, value)), "")
+        if not name and any("functional" in str(part.get("testtype", part.get("type", ""))) for part in value):
+            raise ValueError(f"they call a function, and nothing names it, such as {NAMES[0]}")
         pairs = [(part["input"], part["output"]) for part in value]
-    elif isinstance(value, Mapping) and {"inputs", "outputs"} <= value.keys():
-        name = name or next((str(value[key]) for key in NAMES if value.get(key)), "")
-        inputs = _decoded(value["inputs"])
-        outputs = _decoded(value["outputs"])
+    elif isinstance(value, Sequence) and value and all(isinstance(p, list | tuple) and len(p) == 2 for p in value):
+        pairs = [(given, wanted) for given, wanted in value]
+    elif isinstance(value, Mapping) and ({"inputs", "outputs"} <= value.keys() or {"input", "output"} <= value.keys()):
+        plural = "s" if "inputs" in value else ""
+        name = name or _name_in(value)
+        inputs = _decoded(value[f"input{plural}"])
+        outputs = _decoded(value[f"output{plural}"])
         if not inputs or isinstance(inputs, str) or isinstance(outputs, str) or len(inputs) != len(outputs):
             raise ValueError("inputs and outputs must be lists of equal length")
         pairs = list(zip(inputs, outputs, strict=True))
@@ -109,6 +121,13 @@ def _recognised(value: Any, name: str, entry: str, setup: str) -> UnitTests:
         return UnitTests(function=name, calls=tuple(calls))
     texts = [("\n".join(_lines(given)), "\n".join(_lines(wanted))) for given, wanted in pairs]
     return UnitTests(pairs=tuple(texts))
+
+
+def _name_in(value: Mapping[str, Any]) -> str:
+    """The function that a row or its tests name, also in an object `metadata`."""
+    inner = _decoded(value.get("metadata") or {})
+    places = [value, inner] if isinstance(inner, Mapping) else [value]
+    return next((str(place[key]) for place in places for key in NAMES if place.get(key)), "")
 
 
 def _lines(value: Any) -> list[str]:
@@ -139,9 +158,18 @@ def _source(parts: Sequence[str], entry: str, setup: str) -> UnitTests:
     called = any(isinstance(node, ast.Call) and getattr(node.func, "id", "") == "check" for node in ast.walk(tree))
     if checks and not (entry or called):
         raise ValueError("they define check(candidate), and no column entry_point names the candidate")
+    for node in (inner for outer in tree.body for inner in (outer, *getattr(outer, "body", ()))):
+        if isinstance(node, ast.FunctionDef) and (node.name.startswith(("setup", "teardown")) or _has_fixtures(node)):
+            raise ValueError(f"{node.name} needs pytest, which does not run here")
     if not any(map(_can_fail, ast.walk(tree))):
         raise ValueError("nothing in them can fail, such as an assertion")
     return UnitTests(source=source, entry=entry if checks and not called else "")
+
+
+def _has_fixtures(node: ast.FunctionDef) -> bool:
+    """Whether a test function has parameters that only pytest gives, or that decorators of pytest fill in."""
+    parameters = [argument.arg for argument in node.args.args if argument.arg != "self"]
+    return node.name.startswith("test") and len(parameters) > len(node.args.defaults)
 
 
 def _can_fail(node: ast.AST) -> bool:
@@ -154,20 +182,14 @@ def _can_fail(node: ast.AST) -> bool:
 def _free_names(source: str) -> frozenset[str]:
     """Names that some code uses and does not define."""
     tree = ast.parse(source)
-    used: set[str] = set()
-    defined = set(dir(builtins))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            defined.add(node.name)
-        elif isinstance(node, ast.arg):
-            defined.add(node.arg)
-        elif isinstance(node, ast.ImportFrom) and node.module in ("solution", "main"):
-            used |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            defined |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-    return frozenset(used - defined)
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    of_program = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in MODULES
+        for alias in node.names
+    }
+    return frozenset((used - _bound(tree) - set(dir(builtins))) | of_program)
 
 
 # The program -----------------------------------------------------------------------------------------------------
@@ -180,18 +202,25 @@ def extract_program(text: str, tests: UnitTests) -> str:
     counts that defines what the tests call or, for a program that reads its input, reads it; else the last one that is
     more than an expression, such as an output.
     """
-    blocks = [token for token in MarkdownIt().parse(text) if token.type == "fence" and token.content.strip()]
+    markdown = MarkdownIt("commonmark", {"html": False})  # a block of HTML would hide what follows it
+    blocks = [token for token in markdown.parse(text) if token.type == "fence" and token.content.strip()]
     if not blocks:
         return text.rstrip().removesuffix("```").removesuffix("~~~")
     words = [(token.info.strip().lower().split() or [""])[0].strip("{}.,:") for token in blocks]
-    marked = [token.content for token, word in zip(blocks, words, strict=True) if word in PYTHON]
-    candidates = marked or [token.content for token in blocks]
-    for fits in (lambda tree: _answers(tree, tests), _is_program):
+    sources = [_closed(token.content) for token in blocks]
+    marked = [source for source, word in zip(sources, words, strict=True) if word in PYTHON]
+    plain = [source for source, word in zip(sources, words, strict=True) if word in PYTHON or not word]
+    for candidates, fits in ((plain, lambda tree: _answers(tree, tests)), (marked or sources, _is_program)):
         for source in reversed(candidates):
             tree = _parsed(source)
             if tree is not None and fits(tree):
                 return source
-    return candidates[-1]
+    return (marked or sources)[-1]
+
+
+def _closed(source: str) -> str:
+    """The code of a block, up to a fence that has text behind it, which Markdown does not take for its end."""
+    return source if _parsed(source) is not None else source.partition("\n```")[0] + "\n"
 
 
 def _parsed(source: str) -> ast.Module | None:
@@ -205,11 +234,24 @@ def _answers(tree: ast.Module, tests: UnitTests) -> bool:
     """Whether a block defines what the tests call, or reads input."""
     if tests.pairs:
         reads = {"input", "stdin", "open"}
-        return any(getattr(node, "id", getattr(node, "attr", "")) in reads for node in ast.walk(tree))
-    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    defined |= {target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets
-                if isinstance(target, ast.Name)}  # fmt: skip
-    return not tests.needs.isdisjoint(defined)
+        used = [node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Load)]
+        return any(getattr(node, "id", getattr(node, "attr", "")) in reads for node in used)
+    return not tests.needs.isdisjoint(_bound(tree))
+
+
+def _bound(tree: ast.AST) -> set[str]:
+    """Names that some code binds: functions, classes, variables, imports."""
+    bound: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+    return bound
 
 
 def _is_program(tree: ast.Module) -> bool:

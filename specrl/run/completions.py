@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from specrl.rollout.types import Completion
     from specrl.trainers.scored import Scored
 
+UNFINISHED = "\ufffd"
+"""What the first tokens of a character are decoded to."""
 PROMPT_TAIL = 400  # characters of a prompt shown in a preview
 
 
@@ -35,10 +37,19 @@ def show(console: Console, last: Scored, tokenizer: PreTrainedTokenizerBase, cou
 def pieces(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
     """The response as consecutive pieces (text, reused), each made of accepted draft tokens only or new tokens only.
 
-    What tools answered is part of the new ones.
+    What tools answered is part of the new ones. A character of several tokens belongs to the piece in which it ends.
     """
-    runs = groupby(zip(completion.tokens, completion.reused, strict=True), key=lambda pair: pair[1])
-    return [(_text([t for t, _ in run], tokenizer), reused) for reused, run in runs]
+    whole = _text(completion.tokens, tokenizer)
+    found = []
+    tokens = 0
+    characters = 0
+    for reused, run in groupby(completion.reused):
+        tokens += len([*run])
+        before = _text(completion.tokens[:tokens], tokenizer)
+        end = len(whole) if tokens == len(completion.tokens) else len(before.rstrip(UNFINISHED))
+        found.append((whole[characters:end], reused))
+        characters = end
+    return found
 
 
 def _text(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:

@@ -300,7 +300,7 @@ def test_bad_user_functions_are_masked(plug_ins, isolate):
 def test_isolated_functions_report_their_own_traceback(plug_ins):
     reward = load_reward("reward_plug_ins:raising", dataclasses.replace(plug_ins, isolate_user=True))
     with closing(RewardSet([reward])) as rewards:
-        assert masked(rewards.score([Sample("p", "c", None, {"when": object()}), Sample("p", "c")]), 2)
+        assert masked(rewards.score(samples("poison", "a")), 2)
         with pytest.raises(RewardError, match=r'raise LookupError\("no such record"\)'):
             RewardSet([reward], max_failure_ratio=0).score(samples("poison", "a"))
 

@@ -11,7 +11,7 @@ from specrl.reward.config import RewardConfig
 from specrl.reward.loading import load_rewards
 from specrl.reward.unit_tests import UnitTests, extract_program, unit_tests
 
-RIGHT = "def double(x):\n    return 2 * x"
+RIGHT = "def double(x):\n    return 2 * x\n\nclass Solver:\n    def double(self, x):\n        return double(x)"
 WRONG = RIGHT.replace("2 * x", "3 * x")
 READS = "print(2 * int(input()))"
 ASSERTS = ["assert double(2) == 4", "assert double(0) == 0"]
@@ -36,6 +36,14 @@ FUNCTIONS = {
     "calls as JSON text": {"input_output": json.dumps(CALLS)},
     "calls of one wanted value in a list": {**CALLS, "outputs": [[4], [10]]},
     "calls with arguments by line": {"inputs": ["2", "5\n"], "outputs": ["4", "10"], "fn_name": "double"},
+    "calls of CodeContests": {"tests": [{"input": [2], "output": 4}], "fn_name": "double"},
+    "calls of LiveCodeBench": {
+        "public_test_cases": json.dumps([{"input": "2", "output": "4", "testtype": "functional"}]),
+        "metadata": json.dumps({"func_name": "double"}),
+    },
+    "check of an expression": {"test": "def check(f):\n    assert f(3) == 6\n", "entry_point": "Solver().double"},
+    "another module's name": {"tests": "from your_module import double as d\nassert d(3) == 6\n"},
+    "unittest.main": {"tests": CLASS + "unittest.main()"},
     "objects of calls": {"tests": [{"input": [2], "output": 4, "fn_name": "double"}]},
 }
 PROGRAMS = {
@@ -45,6 +53,13 @@ PROGRAMS = {
     "pairs as JSON text": {"inputs": json.dumps(PAIRS["inputs"]), "outputs": json.dumps(PAIRS["outputs"])},
     "input_output": {"input_output": json.dumps(PAIRS)},
     "objects": {"tests": [{"input": "2\n", "output": "4\n", "type": "stdin_stdout"}]},
+    "lists of inputs and outputs": {"public_tests": {"input": ["2\n"], "output": ["4\n"]}},
+    "pairs as lists": {"tests": [["2\n", "4\n"]]},
+    "cases in an object": {
+        "verification_info": json.dumps(
+            {"language": "python", "test_cases": [{"input": "2\n", "output": "4\n", "type": "stdin_stdout"}]}
+        )
+    },
     "JSON text of objects": {"tests": json.dumps([{"input": "2\n", "output": "4\n"}])},
 }
 UNKNOWN = {
@@ -53,13 +68,27 @@ UNKNOWN = {
     "an empty list as text": ({"tests": "[]"}, "is no form of tests"),
     "calls that nothing checks": ({"tests": "double(2)"}, "nothing in them can fail"),
     "check without its candidate": ({"tests": "def check(f):\n    assert f(1) == 2"}, "entry_point"),
-    "other lengths": ({"inputs": ["1"], "outputs": []}, "no unit tests"),
     "more inputs": ({"inputs": ["1", "2"], "outputs": ["3"]}, "equal length"),
     "arguments without a function": ({"inputs": [{"a": 1}], "outputs": [2]}, "fn_name"),
     "an object": ({"tests": {"a": 1}}, "is no form of tests"),
+    "a fixture": ({"tests": "def test_it(tmp_path):\n    assert double(2) == 4\n"}, "needs pytest"),
+    "set-up": ({"tests": "class TestIt:\n    def setup_method(self): pass\n    def test_it(self): assert 0"}, "pytest"),
+    "a function without a name": (
+        {"tests": [{"input": "1", "output": "2", "testtype": "functional"}]},
+        "call a function, and nothing names it",
+    ),
+    "a module that is not here": ({"tests": "import nowhere\nassert double(2) == 4"}, "No module named 'nowhere'"),
+    "a function of the tests": ({"tests": "assert double(lambda: 2) == 4\nassert 0"}, "pass a function"),
+    "a class derived from the program's": (
+        {"tests": "class Mine(Solver): pass\nassert Mine().double(2) == 4"},
+        "derive Mine from a class",
+    ),
     "an empty program passes": ({"tests": "def run():\n    assert double(2) == 4\n"}, "an empty program passes"),
     "wanted output is empty": ({"inputs": ["2"], "outputs": ["\n"]}, "an empty program passes"),
 }
+
+
+ONLY_WITH_A_PROGRAM = "a function of the tests", "a class derived from the program's"
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +121,11 @@ def test_every_form_of_tests_decides(reward, form):
 @pytest.mark.parametrize("form", UNKNOWN)
 def test_tests_that_cannot_fail_or_be_read_give_no_score(reward, form):
     fields, message = UNKNOWN[form]
-    (flaw,) = reward.check([Sample("p", "", None, fields)])
-    assert message in str(flaw)
-    assert isinstance(score(reward, block(RIGHT), fields), ValueError)
+    outcome = score(reward, block(RIGHT), fields)
+    assert isinstance(outcome, ValueError)
+    assert message in str(outcome)
+    if form not in ONLY_WITH_A_PROGRAM:
+        assert str(reward.check([Sample("p", "", None, fields)])[0]) == str(outcome)
 
 
 @pytest.mark.slow
@@ -164,7 +195,8 @@ def test_thoughts_have_no_program(reward):
     assert score(reward, f"<think>\n{block(WRONG)}\n</think>\n" + block(RIGHT), FUNCTIONS["a list"]) == 1.0
 
 
-ALWAYS = "class Always:\n    def __eq__(self, other):\n        return True\n    __hash__ = None\n"
+ALWAYS = "class Always:\n    def __eq__(self, other): return True\n    def __ne__(self, other): return False\n"
+MAIN = "import sys\nmain = sys.modules['__main__']\n"
 CHEATS = {
     "exits": "def double(x): return 2\nraise SystemExit(0)",
     "exits at once": "import os\nos._exit(0)",
@@ -182,8 +214,30 @@ CHEATS = {
     "prints at the end": "import atexit\natexit.register(print, 'true')\ndef double(x): return 0",
     "replaces assertion errors": "import builtins\nbuiltins.AssertionError = OSError\ndef double(x): return 0",
     "replaces isinstance": "import builtins\nbuiltins.all = lambda *_: True\ndef double(x): return [0]",
-    "writes a verdict": "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'loaded\\ntrue\\n')\n"
-    "    except OSError: pass\ndef double(x): return 0",
+    "equals everything, of no module": ALWAYS + "Always.__module__ = 'builtins'\ndef double(x): return Always()",
+    "a class made by type": "E = type('E', (), {'__eq__': lambda *_: True})\ndef double(x): return E()",
+    "mock.ANY": "from unittest.mock import ANY\ndef double(x): return ANY",
+    "differs from nothing": "class D:\n    def __sub__(self, other): return 0\ndef double(x): return D()",
+    "replaces unittest": "import unittest\nunittest.TestCase.run = lambda s, r=None: r\n"
+    "unittest.TestResult.wasSuccessful = lambda s: True\ndef double(x): return 0",
+    "replaces json and ast": "import ast, json\nparse = ast.parse\nast.parse = lambda *a, **k: parse('x = 1')\n"
+    "loads = json.loads\njson.loads = lambda s: loads(s.replace('assert', 'str'))\ndef double(x): return 0",
+    "replaces what runs it": MAIN + "for name in ('do', 'judged', 'passes'): setattr(main, name, lambda *_: True)\n"
+    "def double(x): return 0",
+    "looks for the tests in frames": "import re, sys\n"
+    "wanted = re.compile(r'double\\(2\\)(?: ==|,) (\\d)|\\[\\[2\\], (\\d)')\n"
+    "def double(x):\n    frame = sys._getframe()\n    while frame:\n"
+    "        for value in [*frame.f_locals.values(), *frame.f_globals.values()]:\n"
+    "            if found := wanted.search(str(value)): return 2 * x\n        frame = frame.f_back\n    return 0",
+    "reads every descriptor": "import os, threading\ndef steal():\n    for fd in range(3, 40):\n"
+    "        try: os.write(fd, b'{\"passed\": true}\\n')\n        except OSError: pass\n"
+    "threading.Thread(target=steal).start()\ndef double(x): return 0",
+    "pretends that it was not confined": "import os\ndef double(x): os._exit(125)",
+    "pretends that it took too long": "import os\nos._exit(124)",
+    "returns what does not travel": "def double(x): return (2 * x for _ in '1')",
+    "misses a module": "def double(x):\n    import nowhere\n    return 2 * x",
+    "answers that tests are unsupported": "class Unsupported(BaseException): pass\n"
+    "def double(x): raise Unsupported('no')",
 }  # fmt: skip
 
 

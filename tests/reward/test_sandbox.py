@@ -41,6 +41,24 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
 """,
     "its own environment": "import os\nprint('LEAK' if 'SECRET' in os.environ else '')",
     "a private file": "print('LEAK' if open(FILE).read() else '')",
+    "the root directory that was": """
+import os
+os.open("/", os.O_RDONLY)
+for fd in range(3, 64):
+    try:
+        top = os.open("../../../../../..", os.O_RDONLY | os.O_DIRECTORY, dir_fd=fd)
+        os.stat(FILE.lstrip("/"), dir_fd=top)
+        print("LEAK")
+    except OSError:
+        pass
+""",
+    "more memory for files": """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.unshare(0x10000000) == 0 and libc.unshare(0x20000) == 0:
+    print("LEAK")
+""",
+    "the root directory": "open('/here', 'w')\nprint('LEAK')",
     "files of the interpreter": "import os\nopen(os.__file__, 'r+')\nprint('LEAK')",
     "privileges": """
 import ctypes, os
@@ -160,6 +178,7 @@ def test_planted_fault_without_the_sandbox_every_attack_succeeds(tmp_path, monke
             for word, value in (("FILE", repr(str(tmp_path / "f"))), ("PORT", str(server.getsockname()[1]))):
                 program = program.replace(word, value)
             program = program.replace("STARTER", str(os.getpid())).replace('libc.mount(b"none"', 'int(b"0"')
+            program = program.replace("'/here'", repr(str(tmp_path / "here")))
             done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
             assert "LEAK" in done.stdout, (name, done.stderr)
         neighbour.kill()

@@ -34,6 +34,15 @@ def test_a_response_is_cut_where_reuse_ends_and_begins():
     assert pieces(response, tokenizer) == [("ab", True), ("c", False), ("d", True)]
 
 
+def test_a_character_of_several_tokens_is_in_the_piece_that_ends_it():
+    text = "é 東 😀"
+    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: bytes(tokens).decode(errors="replace"))
+    tokens = [*text.encode()]
+    for cut in range(1, len(tokens)):
+        response = SimpleNamespace(tokens=tokens, reused=[at < cut for at in range(len(tokens))])
+        assert "".join(part for part, _ in pieces(response, tokenizer)) == text
+
+
 def test_preview_marks_reused_text_and_shows_the_end_of_a_long_prompt():
     console = text_console(force_terminal=True, color_system="truecolor")
     preview(console, "x" * 2000 + "[b]3[/b]", [("He buys [", True), ("7] pens", False)], reward=None)

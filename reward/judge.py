@@ -1,0 +1,103 @@
+"""Runs the tests of a row against a program in another process. The standard library only: this runs in the sandbox."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import unittest
+from math import isclose
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specrl.reward.remote import Peer
+
+MODULES = "solution", "main", "your_module"
+"""Names by which tests import the program."""
+
+
+def judged(tests: dict[str, Any], peer: Peer) -> dict[str, Any]:
+    """{"passed": bool}, or {"unsupported": why} for tests that say nothing about the program.
+
+    Args: tests: `source` and `entry`, or `function` and `calls`, as UnitTests has them.
+    """
+    from remote import Ended, Unsupported  # type: ignore[import-not-found]  # beside this file in the sandbox
+
+    try:
+        solution = peer.module()
+        for name in MODULES:
+            sys.modules[name] = solution
+        if tests["calls"]:
+            return {"passed": _called(solution, tests["function"], tests["calls"])}
+        _tested(solution, tests["source"], tests["entry"])
+    except (Unsupported, ModuleNotFoundError) as error:
+        return {"passed": False} if hasattr(error, "of_program") else {"unsupported": str(error)}
+    except (Exception, SystemExit, Ended):
+        return {"passed": False}
+    return {"passed": True}
+
+
+def _called(solution: ModuleType, name: str, calls: list[Any]) -> bool:
+    """Whether the function, or the method of a class Solution, returns what is wanted."""
+    owner: Any = solution if hasattr(solution, name) else solution.Solution()
+    return all(returned(getattr(owner, name)(*given), wanted) for given, wanted in calls)
+
+
+def returned(found: Any, wanted: Any) -> bool:
+    """Whether a returned value is the wanted one, as JSON has it; some data sets have the wanted one in a list."""
+    try:
+        found = json.loads(json.dumps(found))
+    except (TypeError, ValueError):
+        return False
+    return same(found, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and same(found, wanted[0]))
+
+
+def same(found: Any, wanted: Any) -> bool:
+    """Equality of JSON values, of floats up to rounding."""
+    if isinstance(wanted, float) and isinstance(found, int | float) and not isinstance(found, bool):
+        return isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-9)
+    if isinstance(wanted, list):
+        return isinstance(found, list) and len(found) == len(wanted) and all(map(same, found, wanted))
+    if isinstance(wanted, dict):
+        equal_keys = isinstance(found, dict) and found.keys() == wanted.keys()
+        return equal_keys and all(same(found[key], wanted[key]) for key in wanted)
+    return found == wanted and isinstance(found, bool) == isinstance(wanted, bool)
+
+
+class Raised(unittest.TestResult):
+    """Keeps what the tests of a class raised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raised: list[Any] = []
+
+    def addError(self, test: Any, err: Any) -> None:
+        self.raised.append(err[1])
+
+    addFailure = addError
+
+    def check(self) -> None:
+        for error in self.raised:
+            raise error
+
+
+def _tested(solution: ModuleType, source: str, entry: str) -> None:
+    """Runs the tests' code, `check(entry)`, test functions, and the methods of test classes; raises where one fails."""
+    names = dict(vars(solution), __name__="tests")
+    tree = ast.parse(source)
+    tree.body = [node for node in tree.body if ast.unparse(node) != "unittest.main()"]  # its classes are run below
+    if entry:
+        tree.body += ast.parse(f"check({entry})").body
+    exec(compile(tree, "tests", "exec"), names)  # the row's tests, confined as the program is
+    for node in tree.body:
+        value = names.get(getattr(node, "name", ""))
+        if isinstance(value, type) and issubclass(value, unittest.TestCase):
+            result = Raised()
+            unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)
+            result.check()
+        elif isinstance(value, type) and value.__name__.startswith("Test"):
+            for method in [name for name in vars(value) if name.startswith("test")]:
+                getattr(value(), method)()
+        elif callable(value) and isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
+            value()
