@@ -84,14 +84,17 @@ class Raised(unittest.TestResult):
 
 def _tested(solution: ModuleType, source: str, entry: str) -> None:
     """Runs the tests' code, `check(entry)`, test functions, and the methods of test classes; raises where one fails."""
-    names = dict(vars(solution), __name__="tests")
+    from remote import load
+
     tree = ast.parse(source)
     tree.body = [node for node in tree.body if ast.unparse(node) != "unittest.main()"]  # its classes are run below
     if entry:
         tree.body += ast.parse(f"check({entry})").body
-    exec(compile(tree, "tests", "exec"), names)  # the row's tests, confined as the program is
+    with open("/tmp/tests.py", "w", encoding="utf-8", errors="surrogatepass") as file:
+        file.write(ast.unparse(tree))
+    tests = load("tests", "/tmp/tests.py", vars(solution))
     for node in tree.body:
-        value = names.get(getattr(node, "name", ""))
+        value = getattr(tests, getattr(node, "name", ""), None)
         if isinstance(value, type) and issubclass(value, unittest.TestCase):
             result = Raised()
             unittest.defaultTestLoader.loadTestsFromTestCase(value).run(result)

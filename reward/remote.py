@@ -67,13 +67,8 @@ def serve(descriptor: int) -> None:
 
     sys.set_int_max_str_digits(0)
     channel = socket.socket(fileno=descriptor).makefile("rwb")
-    spec = importlib.util.spec_from_file_location("solution", "/tmp/program.py")
-    assert spec is not None
-    assert spec.loader is not None
-    solution = importlib.util.module_from_spec(spec)
-    vars(solution).update({name: getattr(typing, name) for name in typing.__all__})  # as the sites of such tasks do
-    sys.modules["solution"] = sys.modules["main"] = solution
-    spec.loader.exec_module(solution)
+    usual = {name: getattr(typing, name) for name in typing.__all__}  # as the sites of such tasks have them
+    solution = load("solution", "/tmp/program.py", usual)
     objects: list[Any] = [solution]
     reply: Any = {name: _kind(value) for name, value in vars(solution).items() if not name.startswith("__")}
     while True:
@@ -83,6 +78,18 @@ def serve(descriptor: int) -> None:
         if not line:
             return
         reply = _answer(json.loads(line), objects)
+
+
+def load(name: str, path: str, names: dict[str, Any]) -> types.ModuleType:
+    """A file as a module, in which these names are there already."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    vars(module).update({key: value for key, value in names.items() if not key.startswith("__")})
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def _kind(value: Any) -> str:
