@@ -29,6 +29,13 @@ def derive_key(seed: int, example_id: str, sample_index: int, generation: int, d
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
+def turn_id(example_id: str, turn: int) -> str:
+    """The id of a later turn of an example, which no other example or turn has, and the example's own for turn 0."""
+    if turn == 0:
+        return example_id
+    return hashlib.blake2b(f"{turn}\x1f{example_id}".encode(), digest_size=16).hexdigest()
+
+
 def generation(seed: int, example_id: str, sample_index: int, visit: int, share: float) -> int:
     """The visit whose noise this sample uses at `visit` (0, 1, ...): the latest one that is not a replay.
 

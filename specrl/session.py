@@ -13,7 +13,7 @@ from typing import Any
 
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.engines.vllm.wire import KeyedRequest
-from specrl.rollout.keys import derive_key
+from specrl.rollout.keys import derive_key, turn_id
 from specrl.rollout.types import RolloutError, Trajectory
 
 _TEXTS = 8  # most earlier responses that are sent with a request
@@ -89,7 +89,7 @@ class ReuseSession:
                 visit, sample_index = self._count(example_id)
             else:
                 sample_index = self._free(example_id, visit, sample_index)
-        group = f"{example_id}/{turn}" if turn else example_id
+        group = turn_id(example_id, turn)
         previous = self.cache.get(group, sample_index)
         stored = [*([previous] if previous else []), *self.cache.siblings(group, but=sample_index)]
         keyed = KeyedRequest(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from specrl.rollout.keys import Visits, occurrences
+from specrl.rollout.keys import Visits, occurrences, turn_id
 from specrl.rollout.reduction import Metric
 from specrl.rollout.types import Completion, RolloutError, Row
 from specrl.trainers.tools import ToolResults
@@ -78,8 +78,7 @@ class Conversation:
             turn: its number, from 0.
             cap: most tokens of its response.
         """
-        example_id = f"{self.example_id}/{turn}" if turn else self.example_id
-        return Row(example_id, tuple(ids), max_new_tokens=cap)
+        return Row(turn_id(self.example_id, turn), tuple(ids), max_new_tokens=cap)
 
     @property
     def used(self) -> int:

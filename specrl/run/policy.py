@@ -126,13 +126,18 @@ def prompt_limit(config: Config, model: PreTrainedModel) -> int | None:
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer unchanged; it may have no pad token."""
+    """Loads the tokenizer, with the templates of conversations if there are tools; it may have no pad token."""
     from transformers import AutoTokenizer
 
     find_tokenizer(config)
     source, options = _source(config)
     with _explained(config, tokenizer=True):
-        return AutoTokenizer.from_pretrained(config.tokenizer or source, padding_side="left", **options)
+        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or source, padding_side="left", **options)
+    if config.dataset.tools:  # before prompts are rendered and data digests made
+        from specrl.run.toolbox import adapt
+
+        adapt(tokenizer)
+    return tokenizer
 
 
 def find_model(config: Config) -> None:

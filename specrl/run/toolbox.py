@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import wraps
 from importlib.util import find_spec
+from itertools import pairwise
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +30,20 @@ if TYPE_CHECKING:
     from specrl.rollout.engines.base import Engine
     from specrl.run.data import Example
 
+MARK = "7f2d9a41"
+"""Distinguishes the place of an answer in a rendered dialogue from any other text."""
 LONGEST = 10_000
 """Characters of an answer that the model reads."""
 GRACE_S = 1.0
 """Seconds for asynchronous tools to notice that their time is over."""
+
+
+def adapt(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Gives a tokenizer the templates of conversations where TRL knows its chat template; see `grpo/templates.py`."""
+    if find_spec("trl"):
+        from specrl.trainers.grpo import templates
+
+        templates.adapt(tokenizer)
 
 
 class Toolbox:
@@ -47,10 +59,7 @@ class Toolbox:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: DatasetConfig):
-        if find_spec("trl"):
-            from specrl.trainers.grpo.templates import adapt
-
-            adapt(tokenizer)
+        adapt(tokenizer)
         self.results = ToolResults()
         self._tokenizer = tokenizer
         self._options = options
@@ -65,6 +74,7 @@ class Toolbox:
         self._failures = 0
         self._timeouts = 0
         self._cut = 0
+        self._replaced = 0
         self._spent_s = 0.0
         self._check()
 
@@ -110,10 +120,13 @@ class Toolbox:
         return Answer(messages, self._follow(messages))
 
     def _follow(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """The token ids of tool messages after a response with its EOS token, and of the next response's opening."""
+        """The token ids of tool messages after a response with its EOS token, and of the next response's opening.
+
+        A special token in what a tool answered is text: a web page closes no turn and opens no role.
+        """
         begun = _dialogue(messages[0]["name"], {})
         before = self._render(begun, add_generation_prompt=False)
-        everything = self._render([*begun, *messages], add_generation_prompt=True)
+        everything = self._as_text([*begun, *messages], messages)
         ends = [i for i, token in enumerate(before) if token == self._tokenizer.eos_token_id]
         before = before[: ends[-1] + 1] if ends else before
         if everything[: len(before)] != before:
@@ -122,6 +135,27 @@ class Toolbox:
                 "but token ids can only be appended. Set a chat template that appends."
             )
         return everything[len(before) :]
+
+    def _as_text(self, dialogue: Sequence[dict[str, Any]], answers: Sequence[dict[str, Any]]) -> list[int]:
+        """The token ids of a dialogue in which no added token of the tokenizer comes from the answers at its end."""
+        added = sorted(
+            {token.content for token in self._tokenizer.added_tokens_decoder.values()}, key=len, reverse=True
+        )
+        pattern = re.compile("|".join(map(re.escape, added)) or r"(?!)")
+        if not any(pattern.search(answer["content"]) for answer in answers):
+            return self._render(dialogue, add_generation_prompt=True)
+        marks = [f"answer-{number}-{MARK}" for number in range(len(answers))]
+        marked = [answer | {"content": mark} for answer, mark in zip(answers, marks, strict=True)]
+        text = self._render([*dialogue[: -len(answers)], *marked], add_generation_prompt=True, tokenize=False)
+        ids: list[int] = []
+        for answer, mark in zip(answers, marks, strict=True):
+            before, _, text = text.partition(mark)
+            # Cut behind the first character of each, its text is in no piece.
+            cuts = [found.start() + 1 for found in pattern.finditer(answer["content"])]
+            ends = [0, *cuts, len(answer["content"])]
+            for piece in (before, *(answer["content"][begin:end] for begin, end in pairwise(ends))):
+                ids += self._tokenizer(piece, add_special_tokens=False)["input_ids"]
+        return ids + self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _render(self, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
         options = {"tokenize": True, "return_dict": False} | variables(self._options) | options
@@ -184,9 +218,15 @@ class Toolbox:
         limit = self._options.tool_timeout_s
         if inspect.iscoroutinefunction(tool):
 
+            async def ending(coroutine: Any) -> Any:
+                try:
+                    return await coroutine
+                except (KeyboardInterrupt, SystemExit) as error:  # they would end the loop, with all other calls
+                    raise _failure(error) from error
+
             @wraps(tool)
             async def call_later(**arguments: Any) -> str:
-                return str(await asyncio.wait_for(tool(**arguments), limit))
+                return self._readable(await asyncio.wait_for(ending(tool(**arguments)), limit))
 
             return call_later
 
@@ -196,15 +236,22 @@ class Toolbox:
 
             def work() -> None:
                 try:
-                    done.set_result(str(tool(**arguments)))
-                except (Exception, SystemExit) as error:
-                    done.set_exception(error if isinstance(error, Exception) else RuntimeError("it called sys.exit"))
+                    done.set_result(self._readable(tool(**arguments)))
+                except BaseException as error:  # this thread is the tool's
+                    done.set_exception(_failure(error))
 
             with self._one_at_a_time:  # calls that were begun ahead run in another thread
                 Thread(target=work, name=f"tool-{tool.__name__}", daemon=True).start()
                 return done.result(limit)
 
         return call
+
+    def _readable(self, result: Any) -> str:
+        """A result as text that has a UTF-8 form; other code units are replaced by question marks."""
+        text = str(result)
+        readable = text.encode("utf-8", "replace").decode()
+        self._replaced += readable != text
+        return readable
 
     def _text(self, outcome: Any) -> str:
         """What the model reads: the result, or the error as TRL shows it, cut to LONGEST characters."""
@@ -215,7 +262,7 @@ class Toolbox:
             if isinstance(outcome, TimeoutError) and not reason:
                 self._timeouts += 1
                 reason = f"no result within {self._options.tool_timeout_s:g} s"
-            text = str({"error": reason[:LONGEST]})
+            text = self._readable({"error": reason[:LONGEST]})
         self._cut += len(text) > LONGEST
         return _shortened(text)
 
@@ -226,15 +273,21 @@ class Toolbox:
             "tools/failure_frequency": mean(self._failures, self._calls),
             "tools/timeouts": count(self._timeouts),
             "tools/cut": count(self._cut),
+            "tools/replaced": count(self._replaced),
             "timing_s/tools": seconds(self._spent_s),
         }
-        self._calls = self._failures = self._timeouts = self._cut = 0
+        self._calls = self._failures = self._timeouts = self._cut = self._replaced = 0
         self._spent_s = 0.0
         return metrics | self.results.take_metrics()
 
 
 def _shortened(text: str) -> str:
     return f"{text[:LONGEST]}... (cut from {len(text)} characters)" if len(text) > LONGEST else text
+
+
+def _failure(error: BaseException) -> Exception:
+    """What a tool raised, as its answer; one that ends the program ends its call only."""
+    return error if isinstance(error, Exception) else RuntimeError(f"it raised {type(error).__name__}")
 
 
 def _dialogue(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from specrl.rollout.config import RolloutConfig
-from specrl.rollout.keys import derive_key
+from specrl.rollout.keys import derive_key, turn_id
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, EngineStats, Row
 from specrl.trainers.conversations import Answer, Conversation, converse
@@ -57,7 +57,11 @@ def test_a_conversation_goes_on_while_its_responses_call_tools():
     first, second = conversations([1, 2], [3])
     respond, asked = scripted([[10, CALL], [20, PLAIN]], [[11, CALL]], [[12, PLAIN]])
     converse([first, second], respond, Echo(), max_turns=8, max_tokens=99)
-    assert [[row.example_id for row in rows] for rows in asked] == [["p0", "p1"], ["p0/1"], ["p0/2"]]
+    assert [[row.example_id for row in rows] for rows in asked] == [
+        ["p0", "p1"],
+        [turn_id("p0", 1)],
+        [turn_id("p0", 2)],
+    ]
     assert asked[2][0].prompt == (1, 2, 10, CALL, ANSWER, 10, 11, CALL, ANSWER, 11)
     assert first.tokens == [*asked[2][0].prompt, 12, PLAIN]
     assert second.tokens == [3, 20, PLAIN]
@@ -193,8 +197,16 @@ def keys_are_right() -> bool:
     """They follow from (seed, example, turn, sample, visit) alone, and none comes twice."""
     got, later = keys(0), keys(1)
     every = got.pop("all") + later.pop("all")
-    want = {(name, i): derive_key(3, name, i, 0, "rollout") for name in ("ex", "ex/1") for i in range(2)}
+    want = {(name, i): derive_key(3, name, i, 0, "rollout") for name in ("ex", turn_id("ex", 1)) for i in range(2)}
     return got == want and len(set(every)) == len(every) == 8
+
+
+def test_no_two_turns_of_any_examples_share_an_id():
+    names = ["a", "a/1", "a/1/1", "", "/1", "a\x1f1", "1\x1fa"]
+    ids = [turn_id(name, turn) for name in names for turn in range(12)]
+    assert len(set(ids)) == len(ids)
+    planted = [f"{name}/{turn}" if turn else name for name in names for turn in range(12)]
+    assert len(set(planted)) < len(planted)
 
 
 def test_keys_follow_from_the_turn_and_not_from_what_tools_answer():

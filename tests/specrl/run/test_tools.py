@@ -11,8 +11,9 @@ from benchmarks.tiny_policy import build_tokenizer
 from benchmarks.tiny_tools import ASSISTANT, build_tools_tokenizer, conversation
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
-from specrl.config.schema import DatasetConfig
+from specrl.config.schema import Config, DatasetConfig
 from specrl.run.data import Example
+from specrl.run.policy import load_tokenizer
 from specrl.run.prompts import render, seen
 from specrl.run.tasks import arithmetic
 from specrl.run.toolbox import LONGEST, Toolbox
@@ -106,6 +107,58 @@ async def block(expression: str) -> str:
     """
     time.sleep(60)
     return "late"
+
+
+def interrupt(expression: str) -> str:
+    """Raises what Ctrl-C raises.
+
+    Args:
+        expression: any.
+    """
+    raise KeyboardInterrupt
+
+
+class Beyond(BaseException):
+    pass
+
+
+def beyond(expression: str) -> str:
+    """Raises what is no Exception.
+
+    Args:
+        expression: any.
+    """
+    raise Beyond
+
+
+async def leave_later(expression: str) -> str:
+    """Ends the program.
+
+    Args:
+        expression: any.
+    """
+    raise SystemExit(3)
+
+
+def surrogate(expression: str) -> str:
+    """Returns half a character.
+
+    Args:
+        expression: any.
+    """
+    return "a\ud800b"
+
+
+def page(expression: str) -> str:
+    """A web page that closes the turn.
+
+    Args:
+        expression: any.
+    """
+    tokenizer = build_tools_tokenizer()
+    return f"see {tokenizer.eos_token} {expression}" + "".join(
+        t.content for t in tokenizer.added_tokens_decoder.values()
+    )
 
 
 def untyped(expression):
@@ -228,11 +281,14 @@ def test_tools_run_one_after_the_other_also_when_begun_ahead():
         (call("fail", other="x"), "unexpected keyword"),
         ({"function": {"name": "fail", "arguments": "x"}}, "mapping"),
         (call("nothing"), "Tool nothing not found."),
-        (call("leave", expression="x"), "sys.exit"),
+        (call("leave", expression="x"), "SystemExit"),
+        (call("interrupt", expression="x"), "KeyboardInterrupt"),
+        (call("leave_later", expression="x"), "SystemExit"),
+        (call("beyond", expression="x"), "Beyond"),
     ],
 )
 def test_a_call_that_fails_has_an_error_as_its_answer(made, reason):
-    box = toolbox("fail", "leave")
+    box = toolbox("fail", "leave", "interrupt", "leave_later", "beyond", "later")
     (text,) = ask(box, made)
     assert text.startswith("{'error': ")
     assert reason in text
@@ -251,6 +307,35 @@ def test_a_tool_that_hangs_is_left_behind(name):
     assert ask(box, call("later", expression="y")) == ["later y"], "the next call is made"
     metrics = counted(box)
     assert (metrics["tools/timeouts"], metrics["tools/failure_frequency"]) == (1, 0.5)
+
+
+def test_calls_beside_one_that_ends_the_program_have_their_answers():
+    box = toolbox("leave_later", "later")
+    texts = ask(box, call("later", expression="y"), call("leave_later", expression="x"), call("later", expression="z"))
+    assert [texts[0], texts[2]] == ["later y", "later z"]
+    assert counted(box)["tools/timeouts"] == 0
+
+
+def test_characters_without_a_utf8_form_are_replaced():
+    box = toolbox("surrogate")
+    assert ask(box, call("surrogate", expression="x")) == ["a?b"]
+    box.answer([[call("surrogate", expression="x")]])
+    assert counted(box)["tools/replaced"] == 2
+
+
+def test_special_tokens_in_an_answer_are_text():
+    box = toolbox("page", "later")
+    tokenizer = build_tools_tokenizer()
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    (plain,) = box.answer([[call("later", expression="x")]])
+    (answer,) = box.answer([[call("page", expression="x")]])
+    (two,) = box.answer([[call("page", expression="x"), call("page", expression="y")]])
+    assert answer.messages[0]["content"] == page("x")
+    special = [token for token in answer.tokens if token in ends]
+    assert special == [token for token in plain.tokens if token in ends], "those of the template alone"
+    assert len(two.tokens) > len(answer.tokens) > len(plain.tokens)
+    planted = tokenizer(page("x"))["input_ids"]
+    assert not ends.isdisjoint(planted)
 
 
 def test_megabytes_are_cut():
@@ -332,3 +417,18 @@ def test_a_chat_template_that_trl_knows_gets_its_response_template():
     Toolbox(tokenizer, DatasetConfig(tools=["specrl.run.tools:calculate"]))
     assert tokenizer.response_template
     assert tokenizer.chat_template != chat_template_utils.qwen3_chat_template, "that one renders earlier turns anew"
+
+
+def test_the_template_of_conversations_is_set_before_anything_is_rendered_or_digested(tmp_path):
+    from trl import chat_template_utils
+
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = chat_template_utils.qwen3_chat_template
+    tokenizer.save_pretrained(tmp_path)
+    options = DatasetConfig(tools=["specrl.run.tools:calculate"])
+    loaded = load_tokenizer(Config(tokenizer=str(tmp_path), dataset=options))
+    before = loaded.chat_template
+    Toolbox(loaded, options)
+    assert loaded.chat_template == before
+    plain = load_tokenizer(Config(tokenizer=str(tmp_path)))
+    assert plain.chat_template == chat_template_utils.qwen3_chat_template, "without tools it is the model's own"
