@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import GenerationConfig, ProcessorMixin
 
 from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.types import RolloutError
 from specrl.trainers.weights import check_shared
 
 if TYPE_CHECKING:
     from trl import GRPOConfig
 
+logger = logging.getLogger(__name__)
 INSTALL = "Install trl==1.16.0"
 SAMPLED_BY = "responses are sampled by temperature, top_k and top_p alone"
 OPTIONS = {
@@ -120,6 +125,8 @@ def check_args(args: GRPOConfig, given: Mapping[str, Any]) -> None:
         _check_vllm(args, entries, [name for name in TURNS if given.get(name)])
     else:
         _check_entries("generation_kwargs", entries, _supported(args))
+    if args.max_completion_length is None:
+        raise _refused("max_completion_length=None", "drafts are cut to it. Use max_completion_length=256, or more")
     if not isinstance(top_k := args.top_k, int) or top_k < 0:
         raise _refused(f"top_k={top_k!r}", "expected a number of tokens. Use top_k=0 to keep all")
 
@@ -137,7 +144,7 @@ def check_drafter(config: RolloutConfig, args: GRPOConfig) -> None:
 def _check_vllm(args: GRPOConfig, entries: Mapping[str, Any], turns: list[str]) -> None:
     for name, value in entries.items():
         if name not in OF_VLLM:
-            raise _refused(f"generation_kwargs.{name}={value!r}", f"{SAMPLED_BY}. Leave {name} out")
+            raise _refused(f"generation_kwargs.{name}={value!r}", _remedy("generation_kwargs", name, value, None))
     if args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1:
         raise _refused(
             f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} with vllm_mode='colocate'",
@@ -184,7 +191,38 @@ def _check_entries(where: str, entries: Mapping[str, Any], supported: Mapping[st
         if value is None or name.startswith("_") or name in WITHOUT_EFFECT:
             continue
         if value != neutral.get(name):
-            raise _refused(f"{where}.{name}={value!r}", f"{SAMPLED_BY}. Set it to {neutral.get(name)!r}")
+            raise _refused(f"{where}.{name}={value!r}", _remedy(where, name, value, neutral.get(name)))
+
+
+def _remedy(where: str, name: str, value: Any, neutral: Any) -> str:
+    """Why an entry of a generation config is refused, and what works instead, in TRL's words."""
+    if name == "eos_token_id":
+        return f"TRL ends responses by the model's. Set model.generation_config.eos_token_id={value!r}"
+    if name in OF_ARGS:
+        return f"GRPOConfig sets it. Use {OF_ARGS[name]}={value!r} there"
+    if where == "generation_kwargs":
+        return f"{SAMPLED_BY}. Leave {name} out"
+    return f"{SAMPLED_BY}. Set it to {neutral!r}"
+
+
+def check_model(trainer: Any) -> None:
+    """Warns once where TRL alone samples with dropout; refuses a model whose passes specrl does not compute.
+
+    Raises:
+        RolloutError: the model has attention or logits of a kind that the transformers engine does not know.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    layers = any(isinstance(module, torch.nn.Dropout) and module.p for module in model.modules())
+    if layers or getattr(model.config, "attention_dropout", None):
+        logger.warning(
+            "The model has dropout. TRL alone samples responses with it; reusing() samples without, as in evaluation."
+        )
+    if trainer.use_vllm:
+        return
+    try:
+        TransformersEngine(model, SamplingParams(frozenset(trainer.eos_token_ids)))
+    except RolloutError as error:
+        raise RolloutError(f"reusing() cannot sample from this model: {error}. Train it with TRL alone") from error
 
 
 def _refused(option: str, why: str) -> RolloutError:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.types import RolloutError
-from specrl.trainers.grpo.limits import check_args, check_config, check_drafter, check_seam
+from specrl.trainers.grpo.limits import check_args, check_config, check_drafter, check_model, check_seam
 from specrl.trainers.grpo.reuse import Reuse, SaveTrajectories
 from specrl.trainers.grpo.vllm import check_server, keyed_vllm
 from specrl.trainers.tools import ToolResults
@@ -71,6 +71,7 @@ class _Reusing:
         with keyed_vllm():
             super().__init__(*bound.args, **bound.kwargs)
         trainer: Any = self
+        check_model(trainer)
         self.specrl = Reuse(trainer, self.specrl_config, results)
         trainer.add_callback(SaveTrajectories(self.specrl))
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator, DistributedType
 from datasets import Dataset
-from transformers import ProcessorMixin
+from peft import LoraConfig, PromptTuningConfig
+from transformers import AutoModelForCausalLM, ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 
 from specrl import reusing
@@ -292,11 +294,24 @@ def test_control_forgotten_visits_repeat_noise(accumulated, tmp_path):
         ("use_transformers_continuous_batching", True, "Use use_transformers_continuous_batching=False"),
         ("generation_kwargs", "{'top_p': 1}", "generation_kwargs=.*Use a dict"),
         ("cache_implementation", "static", "cache_implementation='static'.*Use cache_implementation=None"),
-        ("generation_kwargs", {"no_repeat_ngram_size": 2}, r"generation_kwargs\.no_repeat_ngram_size=2.*Set it to 0"),
-        ("generation_kwargs", {"temperature": 0.5}, r"generation_kwargs\.temperature=0\.5.*Set it to 1\.0"),
-        ("generation_kwargs", {"max_new_tokens": 3}, r"generation_kwargs\.max_new_tokens=3.*Set it to"),
-        ("generation_kwargs", {"do_sample": False}, r"generation_kwargs\.do_sample=False.*Set it to True"),
-        ("generation_kwargs", {"eos_token_id": 4}, r"generation_kwargs\.eos_token_id=4.*Set it to None"),
+        (
+            "generation_kwargs",
+            {"no_repeat_ngram_size": 2},
+            r"generation_kwargs\.no_repeat_ngram_size=2.*Leave no_repeat",
+        ),
+        ("generation_kwargs", {"temperature": 0.5}, r"generation_kwargs\.temperature=0\.5.*Use temperature=0\.5 there"),
+        (
+            "generation_kwargs",
+            {"max_new_tokens": 3},
+            r"generation_kwargs\.max_new_tokens=3.*Use max_completion_length=3 there",
+        ),
+        ("generation_kwargs", {"do_sample": False}, r"generation_kwargs\.do_sample=False.*Leave do_sample out"),
+        (
+            "generation_kwargs",
+            {"eos_token_id": 4},
+            r"generation_kwargs\.eos_token_id=4.*model\.generation_config\.eos_token_id=4",
+        ),
+        ("max_completion_length", None, "max_completion_length=None.*Use max_completion_length=256"),
         ("min_p", 0.5, "min_p=0.5.*temperature, top_k and top_p alone. Use min_p=None"),
         ("repetition_penalty", 5.0, "repetition_penalty=5.0.*Use repetition_penalty=1"),
         ("top_k", -1, "top_k=-1.*Use top_k=0"),
@@ -306,6 +321,75 @@ def test_control_forgotten_visits_repeat_noise(accumulated, tmp_path):
 def test_options_of_trl_that_it_cannot_obey_are_refused(option, value, words, idle, monkeypatch):
     monkeypatch.setattr(idle.trainer.args, option, value)
     refused(idle, words)
+
+
+@pytest.mark.parametrize("use_vllm", [False, True])
+@pytest.mark.parametrize(
+    ("entries", "remedy"),
+    [
+        ({"top_k": 50}, {"top_k": 50}),
+        ({"top_p": 0.9}, {"top_p": 0.9}),
+        ({"temperature": 0.5}, {"temperature": 0.5}),
+        ({"max_new_tokens": 33}, {"max_completion_length": 33}),
+        ({"suppress_tokens": [3]}, {}),
+        ({"min_new_tokens": 2}, {}),
+    ],
+)
+def test_what_a_refusal_suggests_is_accepted(entries, remedy, use_vllm, tmp_path):
+    usual = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "use_vllm": use_vllm}
+    with pytest.raises(RolloutError) as caught:
+        check_args(GRPOConfig(**usual, generation_kwargs=entries), {})
+    for name, value in remedy.items():
+        assert f"Use {name}={value!r}" in str(caught.value)
+    if not remedy:
+        assert f"Leave {next(iter(entries))} out" in str(caught.value)
+    check_args(GRPOConfig(**usual, **remedy), {})
+
+
+def of_model(model, folder, **options):
+    """A reusing trainer with a model of one's own, and the embedded policy's tokenizer."""
+    args = GRPOConfig(str(folder), use_cpu=True, bf16=False, report_to=[], max_completion_length=16)
+    data = Dataset.from_list([{"prompt": A}])
+    return reusing(GRPOTrainer)(
+        model, args=args, reward_funcs=len, processing_class=load_tiny()[1], train_dataset=data, **options
+    )
+
+
+def test_the_end_that_a_refusal_suggests_ends_responses(tmp_path):
+    model, _ = load_tiny()
+    model.generation_config.eos_token_id = 4
+    trainer = of_model(model, tmp_path)
+    assert 4 in trainer.eos_token_ids
+    check_args(trainer.args, {})
+
+
+VOCABULARY = len(load_tiny()[1])
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2} | {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "GptOss", "Mamba"])
+def test_models_that_it_cannot_sample_from_are_refused_in_the_constructor(family, tmp_path):
+    sizes = SIZES | {"state_size": 4, "num_local_experts": 2}
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    with pytest.raises(RolloutError, match=r"reusing\(\) cannot sample from this model: .*Train it with TRL alone"):
+        of_model(AutoModelForCausalLM.from_config(config), tmp_path)
+
+
+def test_prompt_tuning_is_refused_in_the_constructor(tmp_path):
+    tuned = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(RolloutError, match=r"adapters that learn a prompt.*use LoRA"):
+        of_model(load_tiny()[0], tmp_path, peft_config=tuned)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_dropout_that_only_trl_samples_with_is_said_once(dropout, tmp_path, caplog):
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=dropout, target_modules="all-linear")
+    of_model(load_tiny()[0], tmp_path, peft_config=adapters)
+    assert caplog.text.count("samples without, as in evaluation") == (dropout > 0)
 
 
 @pytest.mark.parametrize(
@@ -398,7 +482,7 @@ def test_what_trl_sets_itself_is_not_inherited(idle, monkeypatch):
 
 def test_a_generation_config_of_the_trainer_that_was_changed_is_refused(idle, monkeypatch):
     monkeypatch.setattr(idle.trainer.generation_config, "temperature", 0.25)
-    refused(idle, r"trainer\.generation_config\.temperature=0\.25.*Set it to 1\.0")
+    refused(idle, r"trainer\.generation_config\.temperature=0\.25.*Use temperature=0\.25 there")
 
 
 def test_a_model_in_parts_is_refused_before_a_pass_that_the_others_do_not_take(idle, monkeypatch):
