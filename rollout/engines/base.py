@@ -101,6 +101,7 @@ class EngineSpec:
         return model.eval().to(self.device)
 
 
+NO_WEIGHTS = "this engine holds its own weights; an update has to bring them"
 OUTLIER = 4.0
 DRAFTER = "drafter."
 """Prefix of a draft model's weights, which may follow the policy's in an update."""
@@ -209,7 +210,12 @@ class Engine(Protocol):
     ) -> None:
         """Loads weights by their Hugging Face names, sets the version, drops older KV and checks the probe.
 
-        Raises RolloutError when the version goes backwards, a weight does not fit, or the probe differs.
+        Names and shapes are compared before anything is loaded where the weights can be looked at twice (a Source, or
+        a collection), else as they come. After a failure an engine with its own weights refuses to generate until an
+        update succeeds.
+
+        Raises RolloutError when the version goes backwards, a weight is missing or does not fit, an engine with its own
+        weights gets none, or the probe differs.
         """
 
     def score(self, tokens: Sequence[int]) -> list[float]:
