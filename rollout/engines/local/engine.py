@@ -143,7 +143,7 @@ class TransformersEngine:
     @contextmanager
     def session(self, requests: Sequence[Request]) -> Iterator[None]:
         """See HoldsSessions."""
-        if self.drafting.model is None:  # whose KV would be computed again
+        if requests and self.drafting.model is None:  # whose KV would be computed again
             size = self._plan(requests)
             self._session = Session(size, row_tokens(requests))
         try:
