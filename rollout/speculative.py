@@ -157,7 +157,7 @@ class SpeculativeRollout:
         """Stops work ahead within a pass, after which `text_ahead` has its texts; `generate` does so too."""
         if isinstance(self.engine, WorksAhead) and self.runs_ahead:
             texts, seconds = self.engine.stop()
-            self._ahead |= texts
+            self._ahead |= {key: text.or_longer(self._ahead.get(key)) for key, text in texts.items()}
             self._ahead_s += seconds
 
     def text_ahead(self, row: Row, *, visit: int, sample_index: int) -> AheadText | None:
