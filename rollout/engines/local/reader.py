@@ -132,7 +132,8 @@ class Reader:
     def prefill(self) -> None:
         """Computes the KV that new rows need: of their prompts without the last token, and of what they had emitted.
 
-        Equal beginnings are computed once, those of rows at work included.
+        Equal beginnings are computed once, those of rows at work included. A longer text than a pass may have takes
+        several.
         """
         if not self._empty:
             return
@@ -151,6 +152,7 @@ class Reader:
             sources[tuple(self._prompts[row][:-1])] = row
         missing = []
         copies = []
+        most = self.model.limits.tokens_per_pass
         for row in rows:
             text = (*self._prompts[row][:-1], *self._held[row])
             start = accept_exact(self._begun.pop(row, ()), text)
@@ -158,8 +160,8 @@ class Reader:
             if source != row:
                 copies.append((self._slab[source], self._slab[row], len(text)))
             elif len(text) > start:
-                missing.append((self._slab[row], start, text[start:]))
-        for first, last in chunks([len(text) for *_, text in missing], self.model.limits.tokens_per_pass):
+                missing += [(self._slab[row], cut, text[cut : cut + most]) for cut in range(start, len(text), most)]
+        for first, last in chunks([len(text) for *_, text in missing], most):
             slabs, starts, texts = zip(*missing[first:last], strict=True)
             layout = self._layout(slabs, starts, [*map(len, texts)])
             self.forward_tokens += len(self.model.forward([*chain.from_iterable(texts)], layout))
