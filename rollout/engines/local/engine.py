@@ -298,7 +298,10 @@ class TransformersEngine:
             now = time.perf_counter()
             device_s = now - max(in_flight.began, self._last_settled)  # from when the device was free for it
             rows, width, asking_s = len(in_flight.feed), policy.width, in_flight.asking_s
-            self.drafting.budget.observe_pass(tokens, device_s, rows, width, emitted_tokens, asking=asking_s)
+            further = asking_s is None and tokens > rows
+            self.drafting.budget.observe_pass(
+                tokens, device_s, rows, width, emitted_tokens, asking=asking_s, further=further
+            )
             self._last_settled = now
             host_s = in_flight.launch_s + now - began  # the host's part, which adds up to wall clock
             stats.count_pass(tokens, host_s, tokens > rows)

@@ -42,7 +42,7 @@ from specrl.rollout.engines.vllm.flow import Flow
 from specrl.rollout.engines.vllm.logits import logits_budget
 from specrl.rollout.engines.vllm.planned import PlannedAdapter
 from specrl.rollout.engines.vllm.scheduler import DraftLengths
-from specrl.rollout.engines.vllm.settings import choose_runner, executor, settings, speculation
+from specrl.rollout.engines.vllm.settings import choose_runner, draft_tokens, executor, settings, speculation
 from specrl.rollout.engines.vllm.v1 import V1Adapter
 from specrl.rollout.engines.vllm.v2 import V2Adapter
 from specrl.rollout.engines.vllm.weights import Updates, described, drafter_share
@@ -207,7 +207,7 @@ class VLLMEngine:
             lengths = DraftLengths(
                 source="model" if config.drafter else config.vllm.speculator.partition("=")[0],
                 drafting=self.drafting,
-                draft_tokens=config.vllm.draft_tokens,
+                draft_tokens=draft_tokens(config),
                 budget=budget,
             )
             return DeviceFlow(llm=self._llm, lengths=lengths)
