@@ -53,6 +53,8 @@ class Divergence:
 def rollout_metrics(batch: RolloutBatch) -> dict[str, Metric]:
     """The `spec/*` and `timing_s/*` metrics of one batch."""
     stats = batch.stats
+    if not batch.completions:
+        raise RolloutError("a rollout of no rows has no metrics")
     done = [c for c in batch.completions if not c.failure]
     if not done:
         raise RolloutError(f"no row of the rollout has a response; the first says: {batch.completions[0].failure}")

@@ -32,7 +32,14 @@ class Planned:
 
 
 def check_keys(rows: Sequence[Row], sample_indices: Sequence[int], visits: Sequence[int]) -> None:
-    """Refuses equal keys: their responses would be equal, and a trainer would treat them as independent."""
+    """Refuses equal keys: their responses would be equal, and a trainer would treat them as independent.
+
+    Raises:
+        RolloutError: also for a number of sample indices or visits that is not that of the rows.
+    """
+    for name, values in (("sample_indices", sample_indices), ("visit", visits)):
+        if len(values) != len(rows):
+            raise RolloutError(f"{name} has {len(values)} numbers for {len(rows)} rows: give one for each row")
     seen: set[tuple[str, int]] = set()
     for row, sample_index, visit in zip(rows, sample_indices, visits, strict=True):
         if type(visit) is not int or visit < 0:

@@ -91,10 +91,11 @@ class SpeculativeRollout:
                 Evaluation drafts from and stores in `evaluations`, the others in `cache`.
 
         Raises:
-            RolloutError: two rows have the same prompt, sample and visit, so both would be the same response.
+            RolloutError: two rows have the same prompt, sample and visit, so both would be the same response; a visit
+                is no whole number, or there are more or fewer of them, or of sample indices, than rows.
         """
         began = time.perf_counter()
-        visits = [visit] * len(rows) if isinstance(visit, int) else visit
+        visits = visit if isinstance(visit, Sequence) else [visit] * len(rows)
         planned = self._plan(rows, sample_indices, visits, domain)
         works_ahead = domain == "rollout" and self.runs_ahead
         if works_ahead:
@@ -157,7 +158,7 @@ class SpeculativeRollout:
         """Stops work ahead within a pass, after which `text_ahead` has its texts; `generate` does so too."""
         if isinstance(self.engine, WorksAhead) and self.runs_ahead:
             texts, seconds = self.engine.stop()
-            self._ahead |= texts
+            self._ahead |= {key: text.or_longer(self._ahead.get(key)) for key, text in texts.items()}
             self._ahead_s += seconds
 
     def text_ahead(self, row: Row, *, visit: int, sample_index: int) -> AheadText | None:

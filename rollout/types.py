@@ -152,6 +152,13 @@ class AheadText:
     finish: FinishReason | None
     """None if it was stopped before its end."""
 
+    def or_longer(self, before: AheadText | None) -> AheadText:
+        """The earlier text where this one is only its beginning, as it was stopped sooner; else this one."""
+        n = len(self.tokens)
+        if before and n < len(before.tokens) and self.finish is None and [*before.tokens[:n]] == [*self.tokens]:
+            return before
+        return self
+
 
 @dataclass(slots=True)
 class EngineStats:

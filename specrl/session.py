@@ -6,7 +6,7 @@ docs/adapters.md describes its use.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,8 +60,8 @@ class ReuseSession:
         self.seed = seed
         self.group_size = group_size
         self.cache = TrajectoryCache(Fingerprint(), _ANY_ID, max_mb=max_mb)
-        self._taken: dict[str, tuple[int, set[int]]] = {}
-        """By prompt: its latest visit, and the sample indices already used at it."""
+        self._taken: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
+        """By prompt and visit: the sample indices already used. All visits are kept, as they may overlap."""
         self._asked: Counter[str] = Counter()
 
     def request(
@@ -87,8 +87,7 @@ class ReuseSession:
             turn = 0
             if visit is None:
                 visit, sample_index = self._count(example_id)
-            else:
-                sample_index = self._free(example_id, visit, sample_index)
+            sample_index = self._free(example_id, visit, sample_index)
         group = turn_id(example_id, turn)
         previous = self.cache.get(group, sample_index)
         stored = [*([previous] if previous else []), *self.cache.siblings(group, but=sample_index)]
@@ -117,11 +116,8 @@ class ReuseSession:
         return divmod(asked, self.group_size)
 
     def _free(self, example_id: str, visit: int, sample_index: int) -> int:
-        latest, taken = self._taken.get(example_id, (visit, set()))
-        if latest != visit:
-            taken = set()
+        taken = self._taken[example_id, visit]
         while sample_index in taken:
             sample_index += 1
         taken.add(sample_index)
-        self._taken[example_id] = visit, taken
         return sample_index

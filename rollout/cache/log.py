@@ -6,8 +6,6 @@ A run with the same seed has the same keys. Where its settings are almost the sa
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal
@@ -23,8 +21,6 @@ from specrl.rollout.types import CacheError, Trajectory
 
 TEXTS = "texts"
 """Directory of a run with the files of its log."""
-WAITING = 4
-"""Rollouts that may wait to be written."""
 logger = logging.getLogger(__name__)
 
 Response = tuple[str, int, Trajectory]
@@ -32,10 +28,10 @@ Response = tuple[str, int, Trajectory]
 
 
 class ResponseLog:
-    """Writes the responses of each rollout to `RUN/texts/step_N.parquet` in the background.
+    """Writes the responses of each rollout to `RUN/texts/step_N.parquet`.
 
-    A file that cannot be written is counted. "stop" raises it as CacheError at the next rollout; "warn" logs the first
-    one after each file that was written.
+    A file that cannot be written is counted. "stop" raises CacheError; "warn" logs the first one after each file that
+    was written.
 
     Args:
         run: the run's directory; None in the processes that do not write.
@@ -57,66 +53,40 @@ class ResponseLog:
         self._stop = on_write_error == "stop"
         self._lost = 0
         self._bytes = 0
-        self._error: CacheError | None = None
         self._warned = False
-        self._waiting: queue.Queue[tuple[int, list[Response]] | None] = queue.Queue(WAITING)
-        self._writer: threading.Thread | None = None
 
     def add(self, step: int, responses: list[Response]) -> None:
-        """Takes the responses of one rollout; waits while WAITING rollouts have not been written.
+        """Writes the responses of one rollout, which are on disk when this returns.
 
         Raises:
-            CacheError: an earlier file was not written, and the rule is "stop".
+            CacheError: the file was not written, and the rule is "stop".
         """
         if self._folder is None:
             return
-        self._check()
-        if self._writer is None:
-            self._writer = threading.Thread(
-                target=self._write_all, args=[self._folder], name="response-log", daemon=True
-            )
-            self._writer.start()
-        self._waiting.put((step, responses))
-
-    def stats(self) -> dict[str, Metric]:
-        """Size of what was written so far, and rollouts that are not in the log."""
-        return {"cache/log_mb": highest(self._bytes / 2**20), "cache/log_lost": highest(self._lost)}
-
-    def close(self) -> None:
-        """Waits until everything is written. Raises CacheError as `add` does."""
-        if self._writer is not None:
-            self._waiting.put(None)
-            self._writer.join()
-            self._writer = None
-        self._check()
-
-    def _check(self) -> None:
-        if self._stop and self._error:
-            raise self._error
-
-    def _write_all(self, folder: Path) -> None:
-        while work := self._waiting.get():
-            self._write(folder, *work)
-
-    def _write(self, folder: Path, step: int, responses: list[Response]) -> None:
         entries = [(example_id, sample_index, pack(response)) for example_id, sample_index, response in responses]
         digest = digest_of(entries)
         header = Header(step, len(entries), self._vocab_size, self._eos_ids, self._fingerprint, digest)
-        path = folder / f"step_{step}.parquet"
+        path = self._folder / f"step_{step}.parquet"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
             write_file(path, entries, header, compression="zstd")
             self._bytes += path.stat().st_size
             self._warned = False
         except OSError as error:
             self._lost += 1
-            self._error = CacheError(
+            message = (
                 f"The log of responses was not written: {path}: {error.strerror or error}. Free some space, or leave "
                 "out rollout.cache.log; rollout.cache.on_write_error=warn trains on without these texts."
             )
-            if not self._stop and not self._warned:
-                logger.warning("%s The run goes on.", self._error)
+            if self._stop:
+                raise CacheError(message) from error
+            if not self._warned:
+                logger.warning("%s The run goes on.", message)
             self._warned = True
+
+    def stats(self) -> dict[str, Metric]:
+        """Size of what was written so far, and rollouts that are not in the log."""
+        return {"cache/log_mb": highest(self._bytes / 2**20), "cache/log_lost": highest(self._lost)}
 
 
 def open_log(

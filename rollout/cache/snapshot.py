@@ -215,7 +215,10 @@ def _opened(path: Path) -> Iterator[tuple[Header, pq.ParquetFile]]:
     with source:
         try:
             file = pq.ParquetFile(source, pre_buffer=False, arrow_extensions_enabled=False)
-            schema, metadata = file.schema_arrow, file.metadata.metadata or {}
+            schema = file.schema_arrow
+            metadata = file.metadata.metadata or {}
+        except MemoryError as error:
+            raise _unreadable(path, f"memory ran out ({error})") from error
         except Exception as error:  # the file may hold any bytes, and pyarrow raises many types of errors
             raise DamagedError(f"'{path}' is not a readable parquet file ({error})") from error
         header = _header(path, schema, metadata)
@@ -223,6 +226,8 @@ def _opened(path: Path) -> Iterator[tuple[Header, pq.ParquetFile]]:
             raise DamagedError(f"'{path}' has {file.metadata.num_rows} rows and a header that counts {header.rows}")
         try:
             yield header, file
+        except MemoryError as error:  # a sound file may need more than there is
+            raise _unreadable(path, f"memory ran out ({error})") from error
         except Exception as error:  # a damaged page raises many types of errors
             raise DamagedError(f"'{path}' has rows that cannot be read ({error})") from error
 

@@ -108,6 +108,7 @@ class Budget:
         width: int = 0,
         emitted: int = 0,
         asking: float | None = None,
+        further: bool = False,
     ) -> None:
         """Records that a pass of `rows` rows and `tokens` tokens, which attend to `width` positions, took `seconds`.
 
@@ -115,12 +116,14 @@ class Budget:
             rows: 0 for a pass that also reads prompts, which is not used to evaluate drafting.
             emitted: tokens emitted by all rows.
             asking: seconds taken to get the drafts of this pass; None if no drafter was called.
+            further: the drafts were got for an earlier pass, as a batch is split over several; such a pass is not used
+                to evaluate drafting.
         """
         self._passes.observe(tokens, seconds, rows, width)
-        if rows:
+        if rows and not further:
             fixed, row = self._plain
             worth = (fixed + row * rows) * emitted / rows
-            self._backoff.observe(rows, seconds, worth, tokens > rows, asking)
+            self._backoff.observe(rows, seconds, worth, asking)
 
     def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0, width: int = 0) -> None:
         """Records measured (tokens, seconds) of passes, see CostModel.calibrate."""

@@ -95,17 +95,15 @@ class DraftingBackoff:
         else:
             self._pause = min(4 * self._pause + 3, _MOST_SKIPPED)
 
-    def observe(self, rows: int, seconds: float, worth: float, drafts: bool, asking: float | None) -> None:
+    def observe(self, rows: int, seconds: float, worth: float, asking: float | None) -> None:
         """Records a pass of `rows` rows that took `seconds`.
 
         Args:
             worth: seconds that plain passes would take for the same number of tokens.
-            drafts: the pass had drafts.
             asking: seconds taken to get the drafts of this pass, None if no drafter was called. It is an argument
-                because drafters may have been called for other passes since.
+                because drafters may have been called for other passes since. A pass without is the baseline, also if
+                vLLM's draft model has drafted for it.
         """
-        if asking is None and drafts:
-            return  # a further pass of a batch that was split over several passes
         if 2 * rows <= self._rows:
             self._plain = [0.0] * 3
             self.restart()

@@ -6,12 +6,13 @@ import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from specrl.rollout.checks import check
+from specrl.rollout.checks import Option, options
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling params of drafts and plain decoding alike; they define the distribution that tokens are sampled from."""
+    """Sampling params of drafts and plain decoding alike; they define the distribution that tokens are sampled from.
+
+    Raises:
+        RolloutError: a value that the command line would refuse as rollout.temperature, top_k or top_p.
+    """
 
     eos_ids: frozenset[int]
     temperature: float = 1.0
@@ -34,7 +39,21 @@ class SamplingParams:
         return float(self.temperature), self.top_k, float(self.top_p)
 
     def __post_init__(self):
-        check(RolloutConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p))
+        for option in _sampling_options():
+            value = getattr(self, option.key)
+            if not option.fits(value):
+                raise RolloutError(option.refusal(value, f"{value!r:.60}"))
+            for problem in option.outside(value):
+                raise RolloutError(problem)
+        if self.top_p == 0:
+            raise RolloutError("top_p=0 keeps no token. Try top_p=1, which keeps all.")
+
+
+@cache
+def _sampling_options() -> list[Option]:
+    """The options of a run that are sampling params, with their types and limits."""
+    known = options(RolloutConfig)
+    return [known[name] for name in ("temperature", "top_k", "top_p")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +101,7 @@ class EngineSpec:
         return model.eval().to(self.device)
 
 
+NO_WEIGHTS = "this engine holds its own weights; an update has to bring them"
 OUTLIER = 4.0
 DRAFTER = "drafter."
 """Prefix of a draft model's weights, which may follow the policy's in an update."""
@@ -190,7 +210,12 @@ class Engine(Protocol):
     ) -> None:
         """Loads weights by their Hugging Face names, sets the version, drops older KV and checks the probe.
 
-        Raises RolloutError when the version goes backwards, a weight does not fit, or the probe differs.
+        Names and shapes are compared before anything is loaded where the weights can be looked at twice (a Source, or
+        a collection), else as they come. After a failure an engine with its own weights refuses to generate until an
+        update succeeds.
+
+        Raises RolloutError when the version goes backwards, a weight is missing or does not fit, an engine with its own
+        weights gets none, or the probe differs.
         """
 
     def score(self, tokens: Sequence[int]) -> list[float]:

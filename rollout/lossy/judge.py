@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -83,11 +84,13 @@ class JudgeHead:
         card = read_card(folder, "judge", policy=policy)
         try:
             tensors = load_file(Path(folder) / WEIGHTS)
-        except (OSError, ValueError) as error:
+            weight = tensors["weight"]
+            bias = tensors["bias"].item()
+        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             raise RolloutError(f"the judge in {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
         if lacking := {"threshold", "usual_share"} - card.keys():
             raise RolloutError(f"the judge in {folder} has no {min(lacking)}; train it again")
-        return cls(tensors["weight"], tensors["bias"].item(), card["threshold"], card["usual_share"])
+        return cls(weight, bias, card["threshold"], card["usual_share"])
 
 
 class KLJudge:

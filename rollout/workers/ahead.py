@@ -45,9 +45,9 @@ class Ahead:
         """A worker has stopped, or finished all its rows, after so many seconds."""
         self.forget(requests)
         self._seconds += seconds
-        self._texts |= {
-            r.key: text for r, text in zip(requests, texts, strict=True) if text.tokens and r.key in self._asked
-        }
+        for key, text in zip((request.key for request in requests), texts, strict=True):
+            if text.tokens and key in self._asked:
+                self._texts[key] = text.or_longer(self._texts.get(key))
 
     def forget(self, requests: Sequence[Request], wanted: bool = True) -> None:
         """A worker returned no texts of these rows. Args: wanted: another worker may try them."""

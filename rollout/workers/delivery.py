@@ -54,7 +54,7 @@ class Delivery:
             RolloutError: they were sent over a link, and this process alone cannot gather them again.
         """
         if self._stored is None and self._weights is not None:
-            if self.linked and self._source.collective:
+            if self.linked and isinstance(self._weights, Source) and self._weights.collective:
                 raise RolloutError(
                     f"a worker was lost after its weights went by {self.route} from a policy that several processes "
                     "hold parts of: they cannot be gathered for one worker. Continue with resume=auto"

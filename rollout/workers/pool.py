@@ -18,7 +18,7 @@ import ray
 from torch import Tensor
 
 from specrl.rollout.build import build_engine
-from specrl.rollout.engines.base import Engine, EngineSpec, Probe
+from specrl.rollout.engines.base import NO_WEIGHTS, Engine, EngineSpec, Probe
 from specrl.rollout.sections import ClusterConfig
 from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 from specrl.rollout.workers.ahead import Ahead
@@ -115,14 +115,15 @@ class RolloutPool:
         """See Engine.update_weights. From GPU to GPU, or one copy through the object store (see choose_route)."""
         if version < self.weight_version:
             raise RolloutError(f"weight version {version} is older than the workers' {self.weight_version}")
+        if weights is None:
+            raise RolloutError(NO_WEIGHTS)
         with self._closed_on_error():
-            self.weight_version, self._probe = version, probe
-            if weights is not None:
-                self._delivery.take(weights)
+            self.weight_version = version
+            self._probe = probe
+            self._delivery.take(weights)
             self._wait_idle()  # a worker that is replaced during this wait gets these weights
-            if weights is not None:
-                self._delivery.choose(self._infos)
-            if weights is not None and self._delivery.linked:
+            self._delivery.choose(self._infos)
+            if self._delivery.linked:
                 self._delivery.send(version, probe)
             else:
                 self._broadcast("update_weights", *self._state)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specrl.rollout.engines.base import Engine, EngineSpec, Meta, Probe, out_of_memory
+from specrl.rollout.engines.base import NO_WEIGHTS, Engine, EngineSpec, Meta, Probe, out_of_memory
 from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 
 Arrays = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]
@@ -87,16 +87,17 @@ class RolloutWorker:
         """Builds the engine, and loads the pool's weights if it has any yet."""
         torch.set_num_threads(threads)
         self.engine = build(spec)
-        if arrays is None and version == self.engine.weight_version:
-            self.version = version  # the weights of the model's files
-        else:
-            self.update_weights(arrays, version, probe)
+        self.update_weights(arrays, version, probe)
         updates = getattr(self.engine, "updates", None)
         return WorkerInfo(os.getpid(), gpu_uuid(), updates.gpus if updates else ())
 
     def update_weights(self, arrays: Arrays | None, version: int, probe: Probe | None) -> None:
+        """Args: arrays: None for the weights of the model's files, which no update has replaced."""
         self.version = None
-        self.engine.update_weights(None if arrays is None else to_tensors(arrays), version, probe)
+        if arrays is not None:
+            self.engine.update_weights([*to_tensors(arrays)], version, probe)
+        elif version != self.engine.weight_version:
+            raise RolloutError(NO_WEIGHTS)
         self.version = version
 
     def join(self, route: str, init: dict[str, Any]) -> None:

@@ -115,7 +115,6 @@ def build(
     stored = StoredTexts.load(config, run_dir.path, tokenizer, model, eos_ids, checkpoint, data)
 
     with ExitStack() as stack:
-        stack.callback(stored.close)
         rewards = stack.enter_context(closing(load_rewards(config.reward)))
         if config.cluster.num_workers:
             from specrl.run.cluster import connect

@@ -76,11 +76,6 @@ class StoredTexts:
             receipts = Receipts(written, about, step, config.rollout.cache.on_write_error)
         return cls(cache, evaluations, twin, Keeping(log, receipts))
 
-    def close(self) -> None:
-        """Writes what the log still has in memory."""
-        if self.keeping.log:
-            self.keeping.log.close()
-
 
 def load_cache(
     config: Config, fingerprint: Fingerprint, vocab_size: int, eos_ids: frozenset[int], checkpoint: Checkpoint | None

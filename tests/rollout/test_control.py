@@ -322,6 +322,11 @@ def test_rollout_metrics_by_hand():
     )
 
 
+def test_a_batch_without_rows_has_no_metrics():
+    with pytest.raises(RolloutError, match="a rollout of no rows has no metrics"):
+        rollout_metrics(RolloutBatch([], [], [], [], []))
+
+
 def test_metrics_without_any_draft_leave_age_and_rate_out():
     metrics = rollout_metrics(batch_of())
     assert metrics["spec/hit_rate"] == metrics["spec/reused_ratio"] == metrics["spec/full_reuse_ratio"] == 0

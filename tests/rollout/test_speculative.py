@@ -156,6 +156,10 @@ def test_each_row_has_a_visit_of_its_own():
         ({"visit": -1}, "visit=-1 of example 'a'"),
         ({"visit": [0, 1.5]}, "visit=1.5 of example 'a'"),
         ({"visit": [True, 0]}, "visit=True of example 'a'"),
+        ({"visit": 1.0}, r"visit=1\.0 of example 'a'"),
+        ({"visit": None}, "visit=None of example 'a'"),
+        ({"visit": [0]}, "visit has 1 numbers for 2 rows"),
+        ({"visit": 0, "sample_indices": [0, 1, 2]}, "sample_indices has 3 numbers for 2 rows"),
     ],
 )
 def test_rows_that_would_be_the_same_response_are_refused(options, message):

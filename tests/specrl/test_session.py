@@ -98,6 +98,13 @@ def test_keys_depend_on_seed_prompt_slot_and_visit():
     assert len({key(), key(seed=1), key(prompt=(1, 3)), key(visit=2), key(sample_index=1)}) == 5
 
 
+@pytest.mark.parametrize("visits", [(5, 6, 5), (5, 6, 5, 4, 6, 5, 5), (1, None, None, 0, 0, 1)])
+def test_keys_are_unique_whatever_the_order_of_visits(visits):
+    session = ReuseSession(group_size=2)
+    keys = [session.request([7, 8], visit=number).request.key for number in visits]
+    assert len(set(keys)) == len(visits)
+
+
 def test_counted_visits():
     session = ReuseSession(group_size=2)
     tickets = [session.request([1, 2]) for _ in range(6)]

@@ -1,5 +1,6 @@
 """What is installed from a wheel is complete: an editable install would hide a forgotten file."""
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -7,9 +8,11 @@ import sys
 import sysconfig
 import tomllib
 import zipfile
+from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("specrl", "rollout", "reward", "trainers")
@@ -74,6 +77,63 @@ def test_an_installed_wheel_trains_by_its_console_script(wheel, tmp_path):
     code = "import specrl; print(specrl.__file__)"
     where = subprocess.run([clean / "bin/python", "-c", code], cwd=elsewhere, capture_output=True, text=True)
     assert where.stdout.startswith(str(site))
+
+
+ROLLOUT = """
+import sys
+from pathlib import Path
+import specrl
+from specrl.rollout.build import build_engine
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import EngineSpec
+from specrl.rollout.types import Request
+tiny = str(Path(specrl.__file__).parent / "assets" / "tiny")
+engine = build_engine(EngineSpec(model=tiny, eos_ids=frozenset({1}), rollout=RolloutConfig()))
+(done,), _ = engine.generate([Request([5, 6, 7], key=3, max_new_tokens=4)])
+print(len(done.tokens), *(name for name in ("trl", "ray", "accelerate", "pytest") if name in sys.modules))
+"""
+
+
+@pytest.mark.long
+def test_a_wheel_without_extras_rolls_out(wheel, tmp_path):
+    """In an environment that has the wheel and what it requires, with what that requires in turn, and nothing else."""
+    clean = tmp_path / "clean"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", clean], check=True, timeout=120)
+    (site,) = clean.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(site)
+    required = _required(Distribution.at(site / f"specrl-{VERSION}.dist-info"))
+    for name, distribution in required.items():
+        tops = {file.parts[0] for file in distribution.files if file.parts[0] not in ("..", "__pycache__")}
+        assert tops, f"{name} has no files"
+        for top in tops:
+            if not (site / top).exists():
+                (site / top).symlink_to(distribution.locate_file(top))
+    assert "trl" not in required
+    assert "accelerate" not in required
+    environment = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+    def rolled_out():
+        command = [clean / "bin/python", "-c", ROLLOUT]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+
+    done = rolled_out()
+    assert done.stdout == "4\n", done.stderr
+    (site / "psutil").unlink()
+    assert "No module named 'psutil'" in rolled_out().stderr, "control: what is not declared is not there"
+
+
+def _required(distribution):
+    """The distributions that one requires without extras, and what these require, by name."""
+    found, waiting = {}, [distribution]
+    while waiting:
+        for text in waiting.pop().requires or ():
+            requirement = Requirement(text)
+            if requirement.name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+                continue
+            found[requirement.name] = importlib.metadata.distribution(requirement.name)
+            waiting.append(found[requirement.name])
+    return found
 
 
 def _names(folder, pattern="*"):

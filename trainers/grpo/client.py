@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from trl.generation.vllm_client import VLLMClient
 
 from specrl.rollout.engines.vllm.guard import HEADER, TOKEN
 from specrl.rollout.engines.vllm.wire import KeyedRequest, acceptance_counts
+from specrl.rollout.engines.weights import in_memory_files
 from specrl.rollout.types import RolloutError
 
 SCHEDULERS = "specrl.rollout.engines.vllm."
@@ -96,19 +93,14 @@ class KeyedClient(VLLMClient):
             super().init_communicator(device)
 
     def update_named_params(self, metadata: list, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """As VLLMClient.update_named_params; or through a file that trainer and server can both read."""
+        """As VLLMClient.update_named_params; or through files in memory, for a server of this user on this machine."""
         if not self._takes_files:
             super().update_named_params(metadata, named_params)
             return
-        folder = Path(tempfile.mkdtemp(prefix="specrl-weights-"))
-        try:
-            weights = {name: tensor.detach().cpu().contiguous() for name, tensor in named_params}
-            save_file(weights, folder / "model.safetensors")
+        with in_memory_files(named_params) as files:
             self._start_weight_update()
-            self._post(f"{self.base_url}/update_weights", json={"update_info": {"path": str(folder)}})
+            self._post(f"{self.base_url}/update_weights", json={"update_info": {"files": files}})
             self._finish_weight_update()
-        finally:
-            shutil.rmtree(folder)
 
 
 def _joined(columns: Sequence[list | None]) -> list | None:

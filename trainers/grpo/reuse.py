@@ -212,11 +212,6 @@ class Reuse:
         )
         return SpeculativeRollout(engine, cache, config, trainer.args.seed, evaluations, twin)
 
-    def close(self) -> None:
-        """Waits until the log is written. Raises CacheError as ResponseLog does."""
-        if self._log is not None:
-            self._log.close()
-
     def _resume(self) -> None:
         """Restores the counts from the state of a resumed trainer, and trajectories from its output directory.
 
@@ -251,7 +246,7 @@ class Reuse:
 
 
 class SaveTrajectories(TrainerCallback):
-    """Saves the trajectories into every checkpoint that TRL writes, and tells when evaluation or training has ended."""
+    """Saves the trajectories into every checkpoint that TRL writes, and notes the end of an evaluation."""
 
     def __init__(self, reuse: Reuse):
         self._reuse = reuse
@@ -263,9 +258,6 @@ class SaveTrajectories(TrainerCallback):
         if rollout is not None and rollout.cache is not None and state.is_world_process_zero and not elsewhere:
             rollout.save(home, home / EVALUATIONS, state.global_step)
             self._reuse.results.save(home / RESULTS)
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control, **kwargs) -> None:
-        self._reuse.close()
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control, **kwargs) -> None:
         self._reuse.evaluated()

@@ -21,13 +21,14 @@ from transformers import PreTrainedModel
 
 from specrl.rollout.drafting.draft import Draft
 from specrl.rollout.drafting.drafting import Drafting
-from specrl.rollout.engines.base import DRAFTER, Limits, Probe, SamplingParams, gc_frozen, out_of_memory
+from specrl.rollout.engines.base import DRAFTER, NO_WEIGHTS, Limits, Probe, SamplingParams, gc_frozen, out_of_memory
 from specrl.rollout.engines.local.memory import max_concurrent_rows, row_tokens
 from specrl.rollout.engines.local.model import InFlightPass, base_model
 from specrl.rollout.engines.local.probe import packed_model
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.engines.local.session import Session
 from specrl.rollout.engines.response import Response, check_request, refuse_unusable
+from specrl.rollout.engines.weights import WeightCheck
 from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 from specrl.rollout.verify import AcceptanceRule, exact
 
@@ -82,6 +83,8 @@ class TransformersEngine:
         self.limit = self.policy.limit
         self.tie_margin = self.limits.tie_margin if self.policy.dtype == torch.float32 else 0.0
         self.weight_version = 0
+        self.fault = ""
+        """Why nothing can be generated with these weights."""
         self.own_weights = own_weights
         self.rule = rule
         self.drafting = drafting or Drafting()
@@ -119,10 +122,14 @@ class TransformersEngine:
         """See Engine.update_weights. A model that is shared with the trainer only records the version."""
         if version < self.weight_version:
             raise RolloutError(f"weight version {version} is older than the engine's {self.weight_version}")
+        self.fault = f"the update to weight version {version} failed"
         if weights is not None:
             self._load(weights)
+        elif self.own_weights:
+            raise RolloutError(NO_WEIGHTS)
         if probe is not None:
             probe.check(self.score(probe.tokens), version)
+        self.fault = ""
         self.weight_version = version
 
     def score(self, tokens: Sequence[int]) -> list[float]:
@@ -136,7 +143,7 @@ class TransformersEngine:
     @contextmanager
     def session(self, requests: Sequence[Request]) -> Iterator[None]:
         """See HoldsSessions."""
-        if self.drafting.model is None:  # whose KV would be computed again
+        if requests and self.drafting.model is None:  # whose KV would be computed again
             size = self._plan(requests)
             self._session = Session(size, row_tokens(requests))
         try:
@@ -151,6 +158,8 @@ class TransformersEngine:
         """Nothing to free: the model belongs to the trainer."""
 
     def _rows(self, requests: Sequence[Request]) -> list[Response]:
+        if self.fault:
+            raise RolloutError(f"{self.fault}; send the weights again before generating")
         for request in requests:
             check_request(request, self.vocab, self.context, self.limit)
         return [Response(request, drafting=not request.plain, number=i) for i, request in enumerate(requests)]
@@ -192,19 +201,15 @@ class TransformersEngine:
             torch.cuda.empty_cache()
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        state = self._weights()
+        drafter = self.drafting.model.model if self.drafting.model else None
+        state = self.model.state_dict()
+        if drafter is not None:
+            state |= {DRAFTER + name: tensor for name, tensor in drafter.state_dict().items()}
+        check = WeightCheck(self.model, drafter)
+        check.before(weights)
         with torch.no_grad():
-            for name, tensor in weights:
-                if name not in state:
-                    raise RolloutError(f"the update names the weight {name!r}, which the engine's model does not have")
-                if tensor.shape != state[name].shape:  # copy_ would broadcast a smaller one
-                    shapes = f"{tuple(tensor.shape)}, the engine's model has {tuple(state[name].shape)}"
-                    raise RolloutError(f"the update gives the weight {name!r} the shape {shapes}")
+            for name, tensor in check.checked(weights):
                 state[name].copy_(tensor)
-
-    def _weights(self) -> dict[str, Tensor]:
-        drafts = self.drafting.model.model.state_dict() if self.drafting.model else {}
-        return self.model.state_dict() | {DRAFTER + name: tensor for name, tensor in drafts.items()}
 
     def _plan(self, requests: Sequence[Request]) -> int:
         """Rows at a time whose KV fits."""
@@ -293,7 +298,10 @@ class TransformersEngine:
             now = time.perf_counter()
             device_s = now - max(in_flight.began, self._last_settled)  # from when the device was free for it
             rows, width, asking_s = len(in_flight.feed), policy.width, in_flight.asking_s
-            self.drafting.budget.observe_pass(tokens, device_s, rows, width, emitted_tokens, asking=asking_s)
+            further = asking_s is None and tokens > rows
+            self.drafting.budget.observe_pass(
+                tokens, device_s, rows, width, emitted_tokens, asking=asking_s, further=further
+            )
             self._last_settled = now
             host_s = in_flight.launch_s + now - began  # the host's part, which adds up to wall clock
             stats.count_pass(tokens, host_s, tokens > rows)

@@ -251,6 +251,6 @@ def is_head(directory: str) -> bool:
 
 
 def _shifted(request: Request) -> Request:
-    """As long a text, without its first token. A prompt of one token stays, and its rows' drafts are rejected."""
+    """The same without its first token. A prompt of one token stays, and its rows' drafts are rejected."""
     prompt = request.prompt[1:] or request.prompt
-    return Request(prompt, request.key, request.max_new_tokens + 1, position=request.position)
+    return Request(prompt, request.key, request.max_new_tokens, position=request.position)

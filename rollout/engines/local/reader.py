@@ -35,7 +35,7 @@ class Reader:
         requests: whose prompts and keys the rows have; at least one.
         max_rows: rows at a time; all by default.
         states: True keeps the model's final hidden states. Another reader of the same rows lends those that it keeps,
-            and its rows' slabs, as states are found by them; its rows are admitted and leave before those of this one.
+            and its slabs, as states are found by them; its rows are admitted and leave before those of this one.
         session: keeps the KV of rows that leave, and has that of earlier ones; it decides about the slabs.
     """
 
@@ -55,7 +55,10 @@ class Reader:
         self._keys = np.array([r.key for r in requests])
         self._firsts = np.array([r.position for r in requests])
         self._prompt_lengths = np.array([len(r.prompt) - 1 for r in requests])
-        self._capacity = session.capacity if session else row_tokens(requests)
+        self._lender = states if isinstance(states, Reader) else None
+        owner: Session | Reader | None = session or self._lender
+        self.capacity: int = owner.capacity if owner else row_tokens(requests)
+        """Positions of a slab."""
         self._held: list[list[int]] = [[] for _ in requests]  # what was fed, from the prompt's last token on
         self._matched = [0] * len(self._held)  # of that, the tokens known to be the row's text; see `missing`
         self._slab: dict[int, int] = {}
@@ -65,7 +68,6 @@ class Reader:
         self._session = session
         self._begun: dict[int, Sequence[int]] = {}  # what the slabs of new rows hold
         self._states = states
-        self._lender = states if isinstance(states, Reader) else None
         self.passes = self.forward_tokens = self.ties = 0
         self.width = 0
         """Positions that the last pass covered."""
@@ -130,18 +132,19 @@ class Reader:
     def prefill(self) -> None:
         """Computes the KV that new rows need: of their prompts without the last token, and of what they had emitted.
 
-        Equal beginnings are computed once, those of rows at work included.
+        Equal beginnings are computed once, those of rows at work included. A longer text than a pass may have takes
+        several.
         """
         if not self._empty:
             return
         if self._kv is None:
-            self._kv = self.model.kv(self.max_rows, self._capacity)
+            self._kv = self.model.kv(self.max_rows, self.capacity)
             if self._session:
                 self._session.kv = self._kv
             if self._lender:
                 self._kv.policy_states = self._lender.states
             elif self._states:
-                self._kv.states = States(self.max_rows, self._capacity)
+                self._kv.states = States(self.max_rows, self.capacity)
         rows = sorted(self._empty, key=self._slab.__getitem__)
         self._empty = []
         sources: dict[tuple[int, ...], int] = {}
@@ -149,6 +152,7 @@ class Reader:
             sources[tuple(self._prompts[row][:-1])] = row
         missing = []
         copies = []
+        most = self.model.limits.tokens_per_pass
         for row in rows:
             text = (*self._prompts[row][:-1], *self._held[row])
             start = accept_exact(self._begun.pop(row, ()), text)
@@ -156,8 +160,8 @@ class Reader:
             if source != row:
                 copies.append((self._slab[source], self._slab[row], len(text)))
             elif len(text) > start:
-                missing.append((self._slab[row], start, text[start:]))
-        for first, last in chunks([len(text) for *_, text in missing], self.model.limits.tokens_per_pass):
+                missing += [(self._slab[row], cut, text[cut : cut + most]) for cut in range(start, len(text), most)]
+        for first, last in chunks([len(text) for *_, text in missing], most):
             slabs, starts, texts = zip(*missing[first:last], strict=True)
             layout = self._layout(slabs, starts, [*map(len, texts)])
             self.forward_tokens += len(self.model.forward([*chain.from_iterable(texts)], layout))
@@ -172,8 +176,8 @@ class Reader:
     def _layout(self, slabs: Sequence[int], starts, lengths) -> Layout:
         assert self._kv is not None
         layout = self.model.layout(self._kv, slabs, starts, lengths, self.model.device)
-        if layout.width > self._capacity:  # it would write into the next slab
-            raise RolloutError(f"a row of {layout.width} tokens does not fit its slab of {self._capacity}")
+        if layout.width > self.capacity:  # it would write into the next slab
+            raise RolloutError(f"a row of {layout.width} tokens does not fit its slab of {self.capacity}")
         return layout
 
     # What rows hold --------------------------------------------------------------------------------------------------

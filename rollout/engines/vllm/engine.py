@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 # Read when vLLM is imported. One process, because drafters are live objects; eager, because a CPU compiles for seconds.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -41,11 +42,12 @@ from specrl.rollout.engines.vllm.flow import Flow
 from specrl.rollout.engines.vllm.logits import logits_budget
 from specrl.rollout.engines.vllm.planned import PlannedAdapter
 from specrl.rollout.engines.vllm.scheduler import DraftLengths
-from specrl.rollout.engines.vllm.settings import choose_runner, executor, settings, speculation
+from specrl.rollout.engines.vllm.settings import choose_runner, draft_tokens, executor, settings, speculation
 from specrl.rollout.engines.vllm.v1 import V1Adapter
 from specrl.rollout.engines.vllm.v2 import V2Adapter
-from specrl.rollout.engines.vllm.weights import Updates, WeightCheck
+from specrl.rollout.engines.vllm.weights import Updates, described, drafter_share
 from specrl.rollout.engines.vllm.worker import TRANSFER
+from specrl.rollout.engines.weights import WeightCheck
 from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 from specrl.rollout.verify import AcceptanceRule
 
@@ -80,7 +82,7 @@ class VLLMEngine:
         self.runner = choose_runner(spec, sampling)
         check_names(self.runner)
         self._borrowed_group = torch.distributed.is_initialized()
-        weight_check, self._llm = self._start()
+        models, self._llm = self._start()
         self.vocab = self.drafting.vocab = self._llm.model_config.get_vocab_size()
         self.drafting.budget.padded = False
         self.context = self._llm.llm_engine.vllm_config.model_config.max_model_len
@@ -90,12 +92,12 @@ class VLLMEngine:
                 f"vLLM's KV cache holds a row of {self.context} tokens, too few for a prompt and "
                 f"rollout.max_new_tokens={config.max_new_tokens}; raise rollout.vllm.kv_cache_mb or lower the cap"
             )
-        self._flow = self._build_flow(weight_check.drafter_share)
+        self._flow = self._build_flow(drafter_share(spec, *models))
         draft_ids = config.drafter_vocab if config.drafter else 0
         self._draft_ids = DraftIds(self._llm, draft_ids, self.vocab, sampling.eos_ids)
         self._users = 0
         sleeps = config.vllm.sleep and not current_platform.is_cpu()
-        self.updates = Updates(self._llm, weight_check, config.vllm.tensor_parallel, sleeps, self._prove)
+        self.updates = Updates(self._llm, WeightCheck(*models), config.vllm.tensor_parallel, sleeps, self._prove)
         self._calibrate()
 
     @property
@@ -137,14 +139,11 @@ class VLLMEngine:
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]] | None, version: int, probe: Probe | None = None
     ) -> None:
-        """See Engine.update_weights. What a Source declares is checked before anything is loaded, else each weight as
-        it comes.
+        """See Engine.update_weights.
 
         After a failure the engine refuses to generate until an update succeeds. It may walk a Source again until the
         next update (see Updates).
         """
-        if weights is None:
-            raise RolloutError("vLLM holds its own weights; an update has to bring them")
         self.updates.update(weights, version, probe)
 
     def _prove(self, version: int, probe: Probe | None) -> None:
@@ -180,7 +179,8 @@ class VLLMEngine:
 
     # Start --------------------------------------------------------------------------------------------------------
 
-    def _start(self) -> tuple[WeightCheck, LLM]:
+    def _start(self) -> tuple[tuple[PreTrainedModel, PreTrainedModel | None], LLM]:
+        """The models on the meta device, and vLLM."""
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(self.runner == "v2"))
         arguments: dict[str, Any] = settings(self.spec) | speculation(self.spec, self.runner)
         arguments |= executor(self.spec.rollout.vllm.tensor_parallel)
@@ -188,7 +188,7 @@ class VLLMEngine:
         arguments["weight_transfer_config"] = {"backend": TRANSFER}
         try:
             with _unchanged_process():
-                return WeightCheck(self.spec), LLM(**arguments)
+                return described(self.spec), LLM(**arguments)
         except (ImportError, ValueError, RuntimeError, OSError, AssertionError) as error:
             raise self._refused(error) from error
 
@@ -207,7 +207,7 @@ class VLLMEngine:
             lengths = DraftLengths(
                 source="model" if config.drafter else config.vllm.speculator.partition("=")[0],
                 drafting=self.drafting,
-                draft_tokens=config.vllm.draft_tokens,
+                draft_tokens=draft_tokens(config),
                 budget=budget,
             )
             return DeviceFlow(llm=self._llm, lengths=lengths)

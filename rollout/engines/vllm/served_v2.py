@@ -19,7 +19,7 @@ from specrl.rollout.engines.vllm.device import DeviceTexts
 from specrl.rollout.engines.vllm.sampler import install
 from specrl.rollout.engines.vllm.scheduler import DraftLengths, DraftScheduler
 from specrl.rollout.engines.vllm.served import ENGINE_ARGS, logits_budget
-from specrl.rollout.engines.vllm.wire import KEY, TEXTS, extra_args_of
+from specrl.rollout.engines.vllm.wire import KEY, PLAIN, TEXTS, extra_args_of
 from specrl.rollout.types import RolloutError
 
 _WORKER = "cpu_worker.CPUWorker" if current_platform.is_cpu() else "gpu_worker.Worker"
@@ -59,7 +59,7 @@ class KeyedScheduler(DraftScheduler):
                 self.draft_lengths.drafting.budget.next_rollout()
                 self.draft_lengths.began = time.perf_counter()
             # grammars need the tokens of drafts on the host
-            drafts = bool(extra.get(TEXTS)) and not request.use_structured_output
+            drafts = bool(extra.get(TEXTS)) and not extra.get(PLAIN) and not request.use_structured_output
             self.draft_lengths.admit(request.request_id, drafts)
         super().add_request(request)
 

@@ -8,9 +8,11 @@ import torch
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
+from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import EngineSpec, SamplingParams
 from specrl.rollout.engines.local.head import is_head
 from specrl.rollout.engines.vllm.contract import differs
+from specrl.rollout.engines.vllm.planned_worker import MODEL_TOKENS
 from specrl.rollout.types import RolloutError
 
 CPU_KV_MB = 512
@@ -107,10 +109,18 @@ def choose_runner(spec: EngineSpec, sampling: SamplingParams) -> str:
     return chosen
 
 
+def draft_tokens(rollout: RolloutConfig) -> int:
+    """Most draft tokens of a row in one step. Where drafting is on the device, a draft model proposes so many in every
+    step, each in a pass of its own."""
+    without_model = "texts", "ngram_gpu"
+    by_model = rollout.vllm.on_device and (rollout.drafter or rollout.vllm.speculator not in without_model)
+    return min(rollout.vllm.draft_tokens, MODEL_TOKENS) if by_model else rollout.vllm.draft_tokens
+
+
 def speculation(spec: EngineSpec, runner: str) -> dict:
     """The arguments of LLM that concern drafts."""
     vllm, drafter = spec.rollout.vllm, spec.rollout.drafter
-    drafts: dict = {"num_speculative_tokens": vllm.draft_tokens}
+    drafts: dict = {"num_speculative_tokens": draft_tokens(spec.rollout)}
     host = {"scheduler_cls": f"{_HOOKS}.scheduler.HostScheduler"}
     if runner == "v1":
         drafts |= {"method": "custom_class", "model": f"{_HOOKS}.v1.RequestDrafter"}

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from vllm import LLM
@@ -22,85 +18,32 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from vllm.utils.network_utils import get_open_port
 
-from specrl.rollout.engines.base import DRAFTER, EngineSpec, Meta, Probe, Source
+from specrl.rollout.engines.base import DRAFTER, NO_WEIGHTS, EngineSpec, Meta, Probe, Source
 from specrl.rollout.engines.local.head import Head, is_head
 from specrl.rollout.engines.vllm.worker import gpu_of, has_draft_model
+from specrl.rollout.engines.weights import WeightCheck, in_memory_files
 from specrl.rollout.types import RolloutError
 
 WEIGHTS, KV = "weights", "kv_cache"
 """What vLLM's sleep takes from a GPU."""
 BUFFER = 256 * 2**20  # bytes; on the trainer's GPU while weights are sent
-_SHM = Path("/dev/shm")
-_FILE_BYTES = 1 << 30  # held twice while weights are written
 
 
-class WeightCheck:
-    """Checks that an update brings all of the policy's weights, and all or none of its draft model's.
+def described(spec: EngineSpec) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+    """The policy and its draft model, if it has one, on the meta device: names and shapes of their weights."""
+    policy = _described(spec.model, spec, spec.revision or None)
+    source = spec.rollout.drafter
+    if not source:
+        return policy, None
+    return policy, _head(source, policy) if is_head(source) else _described(source, spec)
 
-    Args: spec: names the models.
-    """
 
-    def __init__(self, spec: EngineSpec):
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._tied: set[str] = set()
-        """Copies of other weights: an update may bring them, vLLM makes its own."""
-        policy = _described(spec.model, spec, spec.revision or None)
-        self._policy = self._add(policy)
-        self._drafter: set[str] = set()
-        self.drafter_share = 0.0
-        """Weights that a pass of the draft model reads, as a share of those that a pass of the policy reads."""
-        if source := spec.rollout.drafter:
-            drafter = _head(source, policy) if is_head(source) else _described(source, spec)
-            self._drafter = self._add(drafter, DRAFTER)
-            ids = spec.rollout.drafter_vocab if spec.rollout.vllm.tensor_parallel == 1 else 0
-            self.drafter_share = _weights_read(drafter, ids) / _weights_read(policy)
-
-    def _add(self, model: PreTrainedModel, prefix: str = "") -> set[str]:
-        """Notes the weights of a model on the meta device; returns the names of those that an update needs."""
-        tied = set(model.all_tied_weights_keys)
-        self.shapes |= {prefix + name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        self._tied |= {prefix + name for name in tied}
-        return {prefix + name for name, _ in model.named_parameters() if name not in tied}
-
-    def check(self, metadata: Sequence[Meta]) -> None:
-        """Raises RolloutError: a weight is unknown, missing, repeated or of another shape."""
-        for _ in self.checked((meta.name, torch.empty(meta.shape, device="meta")) for meta in metadata):
-            pass
-
-    def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same tensors but for tied ones, each checked as it comes; raises like `check`."""
-        seen: set[str] = set()
-        for name, tensor in weights:
-            if name not in self.shapes:
-                raise RolloutError(f"the update names the weight {name!r}, which the engine's model does not have")
-            if tuple(tensor.shape) != self.shapes[name]:
-                shapes = f"{tuple(tensor.shape)}, the engine's model has {self.shapes[name]}"
-                raise RolloutError(f"the update gives the weight {name!r} the shape {shapes}")
-            if name in seen:
-                raise RolloutError(f"the update brings the weight {name!r} twice")
-            seen.add(name)
-            if name not in self._tied:
-                yield name, tensor.detach()
-        needed = self._policy if seen.isdisjoint(self._drafter) else self._policy | self._drafter
-        if missing := needed - seen:
-            raise RolloutError(f"the update lacks {len(missing)} of the model's weights, such as {min(missing)!r}")
-
-    @contextmanager
-    def written(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-        """A private directory in shared memory with the weights as safetensors, removed afterwards; raises like
-        `check`."""
-        path = tempfile.mkdtemp(prefix="specrl-", dir=_SHM if _SHM.is_dir() else None)  # mode 0700
-        try:
-            part: dict[str, Tensor] = {}
-            for n, (name, tensor) in enumerate(self.checked(weights)):
-                part[name] = tensor.to("cpu", copy=True).contiguous()
-                if sum(t.nbytes for t in part.values()) > _FILE_BYTES:
-                    save_file(part, f"{path}/{n}.safetensors")
-                    part = {}
-            save_file(part, f"{path}/last.safetensors")
-            yield path
-        finally:
-            shutil.rmtree(path)
+def drafter_share(spec: EngineSpec, policy: PreTrainedModel, drafter: PreTrainedModel | None) -> float:
+    """Weights that a pass of the draft model reads, as a share of those that a pass of the policy reads."""
+    if drafter is None:
+        return 0.0
+    ids = spec.rollout.drafter_vocab if spec.rollout.vllm.tensor_parallel == 1 else 0
+    return _weights_read(drafter, ids) / _weights_read(policy)
 
 
 def _weights_read(model: PreTrainedModel, ids: int = 0) -> int:
@@ -166,10 +109,13 @@ class Updates:
         self._dropped = False
         llm.init_weight_transfer_engine({"init_info": {}})
 
-    def update(self, weights: Iterable[tuple[str, Tensor]], version: int, probe: Probe | None) -> None:
+    def update(self, weights: Iterable[tuple[str, Tensor]] | None, version: int, probe: Probe | None) -> None:
         """See Engine.update_weights."""
+        self._announce(version)
+        if weights is None:
+            raise RolloutError(NO_WEIGHTS)
         source = weights if isinstance(weights, Source) else None
-        self._announce(version, None if source is None else source.metadata())
+        self._weight_check.before(weights)
         with self._loading(version), self._handed_over(weights) as info:
             self._start()
             self._llm.update_weights({"update_info": info})
@@ -183,7 +129,8 @@ class Updates:
 
     def begin_update(self, version: int, metadata: Sequence[Meta]) -> None:
         """Raises RolloutError, with nothing loaded, when these weights do not fit the model."""
-        self._announce(version, metadata)
+        self._announce(version)
+        self._weight_check.check(metadata)
         with self._loading(version):
             self._start()
 
@@ -221,13 +168,11 @@ class Updates:
         """It brings all that a sleep of level 2 drops."""
         return not self._draft_model or any(meta.name.startswith(DRAFTER) for meta in source.metadata())
 
-    def _announce(self, version: int, metadata: Sequence[Meta] | None) -> None:
+    def _announce(self, version: int) -> None:
         if version < self.version:
             raise RolloutError(f"weight version {version} is older than the engine's {self.version}")
         self.fault = f"the update to weight version {version} failed"
         self._source = None
-        if metadata is not None:
-            self._weight_check.check(metadata)
 
     @contextmanager
     def _handed_over(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Any]]:
@@ -235,8 +180,8 @@ class Updates:
         if self.route == "process":
             yield {"weights": self._weight_check.checked(weights)}
         else:
-            with self._weight_check.written(weights) as path:
-                yield {"path": path}
+            with in_memory_files(self._weight_check.checked(weights)) as files:
+                yield {"files": files}
 
     def _start(self) -> None:
         self._take_back(WEIGHTS)

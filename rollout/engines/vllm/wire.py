@@ -19,10 +19,13 @@ from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.types import Request, RolloutError
 
 KEY, PROMPT_TOKENS, TEXTS = "specrl_key", "specrl_prompt_tokens", "specrl_texts"
-_GROUP, _OWN, _PLAIN = "specrl_group", "specrl_own", "specrl_plain"
-_NAMES = KEY, PROMPT_TOKENS, _GROUP, TEXTS, _OWN, _PLAIN
+_GROUP, _OWN, PLAIN = "specrl_group", "specrl_own", "specrl_plain"
+_NAMES = KEY, PROMPT_TOKENS, _GROUP, TEXTS, _OWN, PLAIN
 
 
+MOST_TEXTS, MOST_BYTES = 64, 1 << 24
+"""Of one request: texts, and bytes of all of them as packed (3 million tokens). The engine unpacks them in its process,
+whose other requests wait."""
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 DRAFTED = "vllm:spec_decode_num_draft_tokens"
 STEPS = "vllm:iteration_tokens_total"
@@ -85,7 +88,7 @@ class KeyedRequest:
             _GROUP: self.group,
             TEXTS: [pack_text(text) for text in self.texts],
             _OWN: self.own,
-            _PLAIN: int(self.plain),  # `vllm_xargs` carries no booleans
+            PLAIN: int(self.plain),  # `vllm_xargs` carries no booleans
         }
 
     @classmethod
@@ -106,20 +109,26 @@ class KeyedRequest:
         texts = entries.get(TEXTS, ())
         if not isinstance(texts, list | tuple):
             raise RolloutError(f"{TEXTS}={texts!r:.60} is no list of packed texts. {_TRY}")
+        size = sum(len(text) for text in texts[:MOST_TEXTS] if isinstance(text, str | bytes))
+        if len(texts) > MOST_TEXTS or size > MOST_BYTES:
+            raise RolloutError(
+                f"{TEXTS} has {len(texts)} texts, the first {min(len(texts), MOST_TEXTS)} of {size} bytes. A request "
+                f"may bring {MOST_TEXTS} texts of {MOST_BYTES} bytes together; send the newest ones"
+            )
         request = cls(
             key=entries[KEY],
             prompt_tokens=entries[PROMPT_TOKENS],
             group=entries[_GROUP],
             texts=tuple(map(_read_text, texts)),
             own=entries.get(_OWN, -1),
-            plain=entries.get(_PLAIN, 0) == 1,
+            plain=entries.get(PLAIN, 0) == 1,
         )
         valid = {
             KEY: ("signed 64-bit integer", _within(request.key, -(2**63), 2**63)),
             PROMPT_TOKENS: ("number of tokens", _within(request.prompt_tokens, 1, 2**31)),
             _GROUP: ("text", isinstance(request.group, str)),
             _OWN: (f"index of {len(request.texts)} texts, nor -1", _within(request.own, -1, len(request.texts))),
-            _PLAIN: ("0 or 1", _within(entries.get(_PLAIN, 0), 0, 2)),
+            PLAIN: ("0 or 1", _within(entries.get(PLAIN, 0), 0, 2)),
         }
         for name, (kind, is_valid) in valid.items():
             if not is_valid:

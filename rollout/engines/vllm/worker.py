@@ -5,10 +5,9 @@ Importing it also registers the weight transfer with vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,8 +89,8 @@ class Update(WeightTransferUpdateInfo):
 
     weights: Iterable[tuple[str, Tensor]] | None = None
     """Live tensors, for a worker in the driver's process: the model's own load is the only copy."""
-    path: str = ""
-    """Directory of safetensors files with Hugging Face names."""
+    files: Sequence[str] = ()
+    """Safetensors files with Hugging Face names."""
     chunk: dict[str, Any] | None = None
     """The update info of vLLM's own receiver."""
 
@@ -124,7 +123,7 @@ class Transfer(WeightTransferEngine[Init, Update]):
                 receiver.set_weight_update_target(self, self.model_config)  # whose `load_weights` it calls
                 receiver.receive_weights(receiver.parse_update_info(update_info.chunk))
             else:
-                self.load_weights(update_info.weights or _tensors(update_info.path))
+                self.load_weights(update_info.weights or _tensors(update_info.files))
         except BaseException:  # or the next update would continue with half of this one in some layers
             self._finalize(self._reloading)
             raise
@@ -182,8 +181,8 @@ def _unshared(drafter: torch.nn.Module, shared: set[torch.nn.Module]) -> Iterato
             yield from _unshared(part, shared)
 
 
-def _tensors(path: str) -> Iterator[tuple[str, Tensor]]:
-    for file in sorted(Path(path).glob("*.safetensors")):
+def _tensors(files: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    for file in files:
         with safe_open(file, "pt") as tensors:
             yield from ((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
 

@@ -27,7 +27,6 @@ def logged(run, fingerprint=SAME, steps=2, on_write_error="stop"):
     log = ResponseLog(run, fingerprint, VOCAB, EOS, on_write_error)
     for step in range(steps):
         log.add(step, [text(sample, visit=step, step=step) for sample in (0, 1)])
-    log.close()
     return log
 
 
@@ -114,7 +113,6 @@ def test_damaged_and_foreign_files_are_left_out_and_counted(tmp_path, damage):
 def test_ids_that_the_model_does_not_have_are_no_draft(tmp_path):
     log = ResponseLog(tmp_path, SAME, VOCAB, EOS, "stop")
     log.add(0, [("a", 0, Trajectory((VOCAB, 1), key(0), "stop", 0, 0)), text(1)])
-    log.close()
     assert twin(tmp_path).texts([key(0), key(1)]).keys() == {key(1)}
 
 
@@ -140,7 +138,6 @@ def test_an_earlier_run_is_preferred(tmp_path):
     logged(tmp_path / "own", steps=1)
     log = ResponseLog(tmp_path / "other", SAME, VOCAB, EOS, "stop")
     log.add(0, [("a", 0, Trajectory((33, 1), key(0), "stop", 0, 0))])
-    log.close()
     assert twin(tmp_path / "own", tmp_path / "other").texts([key(0)])[key(0)].tokens == (10, 20, 1)
     assert twin(tmp_path / "other", tmp_path / "own").texts([key(0)])[key(0)].tokens == (33, 1)
 
@@ -155,3 +152,19 @@ def test_what_cannot_be_written_is_counted_and_follows_the_rule(tmp_path, caplog
     log = logged(tmp_path, on_write_error="warn", steps=3)
     assert log.stats()["cache/log_lost"] == 3
     assert sum("The run goes on" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("on_write_error", ["warn", "stop"])
+def test_an_error_that_is_not_the_disks_reaches_the_caller(tmp_path, monkeypatch, on_write_error):
+    log = logged(tmp_path, on_write_error=on_write_error, steps=1)
+
+    def out_of_memory(*args, **kwargs):
+        raise MemoryError("malloc failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("specrl.rollout.cache.log.write_file", out_of_memory)
+        for step in range(1, 6):
+            with pytest.raises(MemoryError):
+                log.add(step, [text(0, visit=step, step=step)])
+    log.add(6, [text(0, visit=6, step=6)])
+    assert twin(tmp_path).texts([key(0, 0), key(0, 1), key(0, 6)]).keys() == {key(0, 0), key(0, 6)}

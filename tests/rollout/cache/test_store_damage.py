@@ -358,3 +358,17 @@ def test_full_disk_leaves_the_old_snapshot(tmp_path):
     assert "failed 2\nstopped: The trajectory cache" in said
     assert contents(load(tmp_path), entries(60)) == entries(60)
     assert sorted(os.listdir(tmp_path)) == [LOCK, SNAPSHOT]
+
+
+def test_a_sound_file_for_which_memory_runs_out_is_not_damaged(tmp_path, monkeypatch):
+    saved(tmp_path, entries(20))
+
+    def out_of_memory(*args, **kwargs):
+        raise MemoryError("malloc of size 8192 failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pyarrow.parquet.ParquetFile.read_row_group", out_of_memory)
+        with pytest.raises(CacheError, match=r"cannot be read: memory ran out \(malloc of size 8192 failed\)"):
+            load(tmp_path)
+    loaded = load(tmp_path)
+    assert (len(loaded), loaded.quarantined) == (20, 0)

@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 
 from specrl.rollout.drafting.budget import Budget, Plan
-from specrl.rollout.drafting.cost import DraftingBackoff
 from specrl.rollout.drafting.draft import EMPTY
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.response import Response
@@ -371,11 +370,12 @@ def test_rests_are_short_and_end_where_something_rides():
     assert fixed.skipping_plan() is None, "a fixed window is obeyed in every pass"
 
 
-def asked(passes: int, brings: float, asking: float, rows: int = 64, cohorts: int = 1) -> list[int]:
+def asked(passes: int, brings: float, asking: float, rows: int = 64, cohorts: int = 1, model: bool = False):
     """Passes whose drafters are called, if drafts add `brings` tokens a row and the calls take `asking` passes.
 
     Args:
         cohorts: concurrent passes, each with different rows.
+        model: vLLM's draft model drafts for every pass, also where no drafter is called.
     """
     kind, plain, found, flights = ("agreeing", "group"), 0.02, [], deque()
     budget = trained(0.5 * plain, 0.5 * plain / rows, {kind: 0.9})
@@ -388,7 +388,7 @@ def asked(passes: int, brings: float, asking: float, rows: int = 64, cohorts: in
             assert budget.plan([kind] * rows).lengths[kind], "by acceptances alone they pay"
             budget.observe_asking(drafted=True)
         if resting:
-            flights.append(partial(budget.observe_pass, rows, plain, rows, 100, rows))
+            flights.append(partial(budget.observe_pass, rows * (1 + model), plain, rows, 100, rows))
         else:
             passed = 2 * rows, 1.5 * plain, rows, 100, brings * rows
             flights.append(partial(budget.observe_pass, *passed, asking=asking * plain))
@@ -411,10 +411,12 @@ def test_two_cohorts_rest_and_draft_as_one_does():
     assert len(asked(400, brings=2.0, asking=0.0, cohorts=2)) > 395
 
 
-@pytest.mark.parametrize(("brings", "asking"), [(1.8, 0.0), (1.95, 0.2)])
-def test_drafts_that_pay_are_asked_for_in_every_pass_but_one(brings, asking):
-    """One early plain pass is the baseline of the comparison."""
-    found = asked(400, brings, asking)
+@pytest.mark.parametrize(
+    ("brings", "asking", "model"), [(1.8, 0.0, False), (1.95, 0.2, False), (1.8, 0.0, True), (2.2, 0.2, True)]
+)
+def test_drafts_that_pay_are_asked_for_in_every_pass_but_one(brings, asking, model):
+    """One early pass without them is the baseline of the comparison, also if a draft model drafts for it."""
+    found = asked(400, brings, asking, model=model)
     (plain,) = set(range(400)) - set(found)
     assert plain < 8
 
@@ -450,15 +452,21 @@ def test_tokens_that_attend_to_more_cost_more():
 
 def test_further_passes_of_a_split_one_are_no_plain_passes():
     """They have drafts without another call of the drafters, so neither side of the comparison counts their seconds."""
-    trial = DraftingBackoff()
+    budget = Budget()
+    budget.plan([("agreeing", "group")] * 8)
+    worth = 8 * budget.cost(8)[0]
+
+    def rests():
+        budget.observe_asking(drafted=True)
+        return budget.skipping_plan() is not None
+
     for _ in range(8):
-        trial.observe_asking(drafted=True)
-        trial.observe(8, seconds=1.0, worth=1.2, drafts=True, asking=0.1)
-        trial.observe(8, seconds=1.0, worth=0.5, drafts=False, asking=None)
-    assert trial.pays()
+        budget.observe_pass(16, worth, 8, emitted=14, asking=0.1 * worth)
+        budget.observe_pass(8, worth, 8, emitted=8)
+    assert not rests()
     for _ in range(8):
-        trial.observe(8, seconds=0.01, worth=5.0, drafts=True, asking=None)
-    assert trial.pays(), "what would make plain passes look fast is left out"
+        budget.observe_pass(16, 0.01 * worth, 8, emitted=80, further=True)
+    assert not rests(), "what would make plain passes look fast is left out"
     for _ in range(8):
-        trial.observe(8, seconds=0.01, worth=5.0, drafts=False, asking=None)
-    assert not trial.pays(), "power: of plain passes the same decides"
+        budget.observe_pass(8, 0.01 * worth, 8, emitted=80)
+    assert rests(), "power: of plain passes the same decides"

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.keys import derive_key
-from specrl.rollout.lossy.judge import JudgeHead, KLJudge
+from specrl.rollout.lossy.judge import WEIGHTS, JudgeHead, KLJudge
 from specrl.rollout.lossy.judged import accept_judged
 from specrl.rollout.lossy.pair import write_card
 from specrl.rollout.types import Request, RolloutError
@@ -340,6 +341,16 @@ def test_a_saved_head_judges_as_before_and_for_its_policy_only(tmp_path):
     assert (loaded.threshold, loaded.usual_share) == (0.4, 0.75)
     with pytest.raises(RolloutError, match="trained for another policy"):
         JudgeHead.load(tmp_path, policy="q")
+    file = tmp_path / WEIGHTS
+    whole = file.read_bytes()
+    for damage in (whole[:40], b"", b"x" * 60):
+        file.write_bytes(damage)
+        with pytest.raises(RolloutError, match=f"the judge in {tmp_path} cannot be loaded"):
+            JudgeHead.load(tmp_path, policy="p")
+    save_file({"weight": torch.zeros(8)}, file)
+    with pytest.raises(RolloutError, match="cannot be loaded: 'bias'"):
+        JudgeHead.load(tmp_path, policy="p")
+    file.write_bytes(whole)
     write_card(tmp_path, {"kind": "judge", "policy": "p", "threshold": 0.4})
     with pytest.raises(RolloutError, match="no usual_share; train it again"):
         JudgeHead.load(tmp_path, policy="p")

@@ -516,3 +516,9 @@ def test_a_row_that_the_policy_fails_on_is_a_failed_row_and_one_that_the_draft_f
     done, stats = routing.generate(asked)
     assert done[1].tokens == plain(models[0], asked)[1].tokens
     assert stats.route_faults > 0
+
+
+def test_a_worker_without_rows_returns_nothing(models):
+    """A pool with more workers than prompts calls the idle ones too."""
+    done, stats = engine(models, AcceptanceRule(lambda c: 1.0, needs=frozenset({"likelihood"}))).generate([])
+    assert (done, stats.steps) == ([], 0)

@@ -113,6 +113,24 @@ def test_rows_that_fail_are_left_to_their_batch():
     assert ahead.share(1) == []
 
 
+@pytest.mark.parametrize(
+    ("later", "kept"),
+    [
+        (AheadText([3], None), [3, 4, 5]),
+        (AheadText([3, 9], None), [3, 9]),  # new weights wrote something else
+        (AheadText([3, 4], "stop"), [3, 4]),
+        (AheadText([3, 4, 5, 6], None), [3, 4, 5, 6]),
+    ],
+    ids=["a beginning of it", "another", "ended", "longer"],
+)
+def test_a_text_that_is_only_the_beginning_of_an_earlier_one_replaces_it_not(later, kept):
+    ahead = Ahead()
+    ahead.plan(asked(0))
+    for text in (AheadText([3, 4, 5], None), later):
+        ahead.learn(ahead.share(1), [text], 1.0)
+    assert ahead.take()[0][0].tokens == kept
+
+
 def test_what_is_no_longer_wanted_is_not_kept():
     ahead = Ahead()
     ahead.plan(asked(0, 1))

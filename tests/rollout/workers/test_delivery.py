@@ -186,6 +186,22 @@ def test_parts_of_a_policy_are_not_gathered_for_one_worker(source, senders):
     assert puts == []
 
 
+def test_weights_that_can_be_walked_once_follow_a_link(source, senders):
+    """A worker that is replaced in between gets them from the store."""
+    puts = []
+    shipped = delivery(puts, [])
+    shipped.take(source)
+    shipped.choose(started("A", "B"))
+    shipped.send(1, None)
+    assert shipped.linked
+    shipped.take(iter(source))
+    assert shipped.stored() == 1
+    shipped.choose(started("A", "B"))
+    assert shipped.route == "memory"
+    assert shipped.stored() == 1
+    assert puts[0].keys() == {meta.name for meta in source.metadata()}
+
+
 @pytest.mark.slow
 def test_a_pool_is_linked_and_replaces_workers_all_the_same(build_model, tmp_path, senders):
     model = build_model("llama")

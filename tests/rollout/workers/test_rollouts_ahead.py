@@ -4,7 +4,7 @@ The two controls at the end show that this comparison and `spec/ahead_ratio` det
 """
 
 import copy
-from itertools import count
+from itertools import count, pairwise
 
 import pytest
 import torch
@@ -151,6 +151,24 @@ def test_a_coming_batch_continues_what_there_is_of_it(drifting):
     assert any(request.drafter.source == "ahead" for request in second), "what there is of a row is followed"
     assert len(third) <= len(second) <= len(first), "rows that have ended are not begun again"
     assert len(third) < len(first)
+
+
+def test_texts_ahead_that_are_stopped_soon_after_a_restart_do_not_shrink(drifting):
+    """A worker that begins again has verified only the first tokens of the text that it follows when it is stopped."""
+    engine = Spare(local(drifting()[0], SAMPLING, own_weights=True, window=1), passes=12)
+    rollout = SpeculativeRollout(
+        engine, TrajectoryCache(Fingerprint(), VOCAB, EOS_IDS), RolloutConfig(max_new_tokens=40), 3
+    )
+    lengths = []
+    for name in "abc":
+        rollout.announce(rows_of(1), visit=[0] * 9, sample_indices=[i % GROUP for i in range(9)])
+        rollout.generate([Row(name, (5, 6))], visit=0, step=0)
+        rollout.stop_ahead()
+        texts = [rollout.text_ahead(row, visit=0, sample_index=i % GROUP) for i, row in enumerate(rows_of(1))]
+        lengths.append([len(text.tokens) for text in texts])
+        engine.passes = 2
+    assert max(lengths[0]) > 5
+    assert all(now >= before for first, then in pairwise(lengths) for before, now in zip(first, then, strict=True))
 
 
 def test_an_announcement_is_for_one_call(drifting):

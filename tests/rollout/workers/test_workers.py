@@ -84,9 +84,17 @@ def start(started, own):
 
 
 @pytest.fixture(scope="module")
-def pools(start):
+def pools(start, build_model):
     """pools(workers): a pool of faulty engines, shared by tests and restarted if it has stopped."""
     made = {}
+
+    def works(pool):
+        """Whether the pool is open. First waits for a replacement that the previous test left starting."""
+        try:
+            pool.update_weights(state(build_model, 0).items(), pool.weight_version)
+        except RolloutError:
+            return False
+        return True
 
     def get(workers=2, **settings):
         if workers not in made or not works(made[workers]):
@@ -97,15 +105,6 @@ def pools(start):
     yield get
     for pool in made.values():
         pool.close()
-
-
-def works(pool):
-    """Whether the pool is open. First waits for a replacement that the previous test left starting."""
-    try:
-        pool.update_weights(None, pool.weight_version)
-    except RolloutError:
-        return False
-    return True
 
 
 def pids_of(pool):
@@ -187,7 +186,6 @@ def test_workers_end_with_a_driver_that_is_killed(killed):
 @pytest.mark.parametrize(("workers", "tasks"), [(2, 1), (2, 3)])
 def test_the_number_of_workers_changes_nothing(pools, local, workers, tasks):
     pool = pools(workers, tasks_per_worker=tasks)
-    pool.update_weights(None, pool.weight_version)
     plain, _ = local.generate(requests_of())
     assert differing(pool.generate(requests_of())[0], plain) == []
     texts = [c.tokens for c in plain]
@@ -238,11 +236,14 @@ def test_new_weights_arrive_bit_by_bit_also_in_replaced_workers(pools, spec, bui
         os.kill(pid, signal.SIGKILL)
     assert differing(pool.generate(requests_of())[0], want) == []
     assert pool.replaced == replaced + 2
-    pool.update_weights(None, version)  # one may still be starting while the other did its rows
+    pool.update_weights(state(build_model, 1).items(), version)  # one may still start while the other did its rows
     assert len(pids_of(pool)) == len(before) == 2
     pool.update_weights(state(build_model, 0).items(), version + 1)
     with pytest.raises(RolloutError, match=f"weight version {version} is older than the workers' {version + 1}"):
-        pool.update_weights(None, version)
+        pool.update_weights(state(build_model, 0).items(), version)
+    with pytest.raises(RolloutError, match="an update has to bring them"):
+        pool.update_weights(None, version + 2)
+    assert pool.weight_version == version + 1
 
 
 def test_a_worker_that_ignores_weights_is_caught_by_the_probe(start, spec, build_model):

@@ -39,7 +39,7 @@ def test_the_budget_is_told_what_every_pass_brought(golden):
     """These measurements decide whether to draft: a pass that appears to emit nothing would never pay."""
     model, cases, want = golden("llama")
     engine, seen = engine_of(model, window=4), []
-    engine.drafting.budget.observe_pass = lambda tokens, seconds, rows, width, stood, asking: seen.append(stood)
+    engine.drafting.budget.observe_pass = lambda *of, **more: seen.append(of[4])
     done, _ = engine.generate(requests_of(cases, [Script(text) for text, _, _ in want]))
     emitted = sum(len(c.tokens) for c in done)
     assert emitted <= sum(seen) <= emitted + 4 * len(done), "draws behind an end are in it"

@@ -49,6 +49,19 @@ def test_memory_bounds_change_nothing(golden, settings):
         assert stats.passes > free.passes, "the bound was at work"
 
 
+def test_a_prompt_longer_than_a_pass_takes_several(build_model):
+    model = build_model("qwen3")
+    asked = requests_of([([2 + i % 50 for i in range(length)], 6) for length in (150, 10, 33, 150, 17)])
+    want, _ = engine_of(model).generate(asked)
+    sizes = []
+    engine = engine_of(model, tokens_per_pass=16)
+    hook = model.model.embed_tokens.register_forward_hook(lambda module, given, out: sizes.append(given[0].numel()))
+    done, _ = engine.generate(asked)
+    hook.remove()
+    assert differing(done, want) == []
+    assert max(sizes) <= 16
+
+
 def scarce(monkeypatch, limit: int, error: Exception) -> None:
     """Passes of more than `limit` rows fail once some tokens have been sampled."""
     launch = Reader.launch

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, T5Config, T5ForConditionalGeneration
 
+from specrl.rollout.engines.base import Probe
 from specrl.rollout.types import RolloutError
 from tests.rollout.golden import (
     VOCAB,
@@ -94,6 +95,45 @@ def test_an_older_version_or_an_unknown_weight_is_refused(build_model):
         with pytest.raises(RolloutError, match=r"up_proj.*\(48, 32\)"):
             engine.update_weights([("model.layers.0.mlp.up_proj.weight", torch.zeros(shape))], 6)
     assert engine.weight_version == 5
+
+
+SOUND = Probe((3, 9, 20, 33), (0.0, 0.0, 0.0), 1e9)
+WRONG = Probe((3, 9, 20, 33), (-99.0, -99.0, -99.0), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("one of many", "lacks 20 of the model's weights"), ("none", "bring them"), ("probe", "does not run the weights")],
+)
+def test_after_a_failed_update_only_a_whole_sound_one_helps(build_model, fault, said):
+    """As on vLLM: a text of a half-loaded model would be rewarded and learned from."""
+    model, other = build_model("llama", 0), build_model("llama", 1)
+    engine = engine_of(model, own_weights=True)
+    before, cases = model.state_dict()["model.norm.weight"].clone(), prompts_and_caps(6)
+    weights = {
+        "one of many": [("model.norm.weight", torch.full_like(before, 7.0))],
+        "none": None,
+        "probe": other.state_dict().items(),
+    }[fault]
+    with pytest.raises(RolloutError, match=said):
+        engine.update_weights(weights, 5, WRONG if fault == "probe" else SOUND)
+    assert engine.weight_version == 0
+    with pytest.raises(RolloutError, match="the update to weight version 5 failed; send the weights again"):
+        engine.generate(requests_of(cases))
+    if fault == "one of many":
+        assert torch.equal(model.state_dict()["model.norm.weight"], before), "nothing was loaded"
+    engine.update_weights(iter(other.state_dict().items()), 6, SOUND)
+    done, _ = engine.generate(requests_of(cases))
+    assert {c.version for c in done} == {6}
+    assert differing(done, reference(other, requests_of(cases))) == []
+
+
+def test_weights_that_can_be_walked_only_once_are_checked_as_they_come(build_model):
+    engine = engine_of(build_model("llama"), own_weights=True)
+    with pytest.raises(RolloutError, match=r"lacks 1 of the model's weights, such as 'lm_head\.weight'"):
+        engine.update_weights(iter(list(build_model("llama", 5).state_dict().items())[:-1]), 1)
+    with pytest.raises(RolloutError, match="send the weights again"):
+        engine.ahead(requests_of([([3, 4], 5)]), stop=lambda: False)
 
 
 def test_a_lora_policy_equals_its_merged_model(build_model):

@@ -271,7 +271,7 @@ def test_a_pass_under_way_keeps_what_asking_for_its_drafts_took(golden, on_gpu_p
         fed.append(sum(1 + len(draft.tokens) for draft in drafts))
         return drafts
 
-    def observe(tokens, seconds, rows, width, stood, asking):
+    def observe(tokens, seconds, rows, width, emitted, asking, further):
         late.append(drafting.asking)
         if asking is None:
             seen[-1][1] += tokens

@@ -1,6 +1,6 @@
 """Fixtures of vLLM's tests: engines start slowly, so tests share them and restore what they change."""
 
-import tempfile
+import os
 from unittest import mock
 
 import pytest
@@ -88,12 +88,11 @@ def golden(saved):
 
 
 @pytest.fixture
-def shared_memory(tmp_path, monkeypatch):
-    """The directory for weight transfers in this test, to which no other process writes."""
-    folder, make = tmp_path / "shm", tempfile.mkdtemp
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "mkdtemp", lambda suffix=None, prefix=None, dir=None: make(suffix, prefix, folder))
-    return folder
+def memory_files(monkeypatch):
+    """Descriptors of the files in memory that carried weights in this test."""
+    made, create = [], os.memfd_create
+    monkeypatch.setattr(os, "memfd_create", lambda name: made.append(create(name)) or made[-1])
+    return made
 
 
 @pytest.fixture

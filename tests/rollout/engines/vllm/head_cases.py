@@ -21,7 +21,8 @@ from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import Head
 from specrl.rollout.engines.vllm import draft_ids, planned, planned_worker, sampler, worker
-from specrl.rollout.engines.vllm.weights import WeightCheck
+from specrl.rollout.engines.vllm.weights import described, drafter_share
+from specrl.rollout.engines.weights import WeightCheck
 from specrl.rollout.types import RolloutError
 from specrl.tiny import load_tiny
 from specrl.trainers.weights import PolicyWeights
@@ -257,7 +258,7 @@ def test_the_counts_of_the_ablation_run_to_their_end(tmp_path, monkeypatch, caps
 
 def test_a_head_of_another_policy_is_refused_before_anything_is_loaded(saved, heads, tmp_path):
     spec = spec_of(saved("qwen3")[1], drafter=heads)
-    names = WeightCheck(spec)
+    names = WeightCheck(*described(spec))
     assert "drafter.fc.weight" in names.shapes
     assert not any(
         word in name for name in names.shapes if name.startswith("drafter.") for word in ("embed", "lm_head")
@@ -266,7 +267,7 @@ def test_a_head_of_another_policy_is_refused_before_anything_is_loaded(saved, he
     other.fc = torch.nn.Linear(32, 16)
     other.save_pretrained(tmp_path)
     with pytest.raises(RolloutError, match=f"the head in {tmp_path} cannot be read"):
-        WeightCheck(spec_of(saved("qwen3")[1], drafter=str(tmp_path)))
+        described(spec_of(saved("qwen3")[1], drafter=str(tmp_path)))
 
 
 def test_a_pass_of_the_head_reads_its_layer_and_the_rows_of_its_ids(saved, heads, case):
@@ -275,9 +276,11 @@ def test_a_pass_of_the_head_reads_its_layer_and_the_rows_of_its_ids(saved, heads
     layers = sum(weight.numel() for name, weight in model.named_parameters() if name.startswith("model.layers"))
     policy_reads = layers + model.model.norm.weight.numel() + rows * width
     for given, read in ((0, rows), (30, 30), (10**6, rows)):
-        share = WeightCheck(spec_of(saved("qwen3")[1], drafter=heads, drafter_vocab=given)).drafter_share
+        spec = spec_of(saved("qwen3")[1], drafter=heads, drafter_vocab=given)
+        share = drafter_share(spec, *described(spec))
         assert share == (sum(weight.numel() for weight in head.parameters()) + read * width) / policy_reads
-    assert WeightCheck(spec_of(saved("qwen3")[1])).drafter_share == 0
+    spec = spec_of(saved("qwen3")[1])
+    assert drafter_share(spec, *described(spec)) == 0
 
 
 def test_passes_that_vllm_captured_with_its_own_draws_are_not_replayed():

@@ -176,12 +176,13 @@ class Asleep:
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_draft_model_that_no_update_brings_is_kept_asleep(saved, drafts):
     """Level 2 discards it too, and a rollout would continue with random weights, as slowly as without a draft model."""
-    from specrl.rollout.engines.vllm.weights import Updates, WeightCheck
+    from specrl.rollout.engines.vllm.weights import Updates, described
+    from specrl.rollout.engines.weights import WeightCheck
 
     model, path = saved("qwen3")
     llm = Asleep(model if drafts else None)
     spec = spec_of(path, drafter=str(path) if drafts else "")
-    updates = Updates(llm, WeightCheck(spec), 1, True, lambda version, probe: None)
+    updates = Updates(llm, WeightCheck(*described(spec)), 1, True, lambda version, probe: None)
     updates.update(PolicyWeights(model), 1, None)
     updates.sleep()
     assert llm.levels == [1 if drafts else 2]

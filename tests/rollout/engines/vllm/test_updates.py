@@ -27,8 +27,16 @@ from tests.runs import ROOT
 pytestmark = needs_vllm
 
 
+def is_open(file):
+    """Whether this process still holds a file descriptor."""
+    try:
+        return "specrl-weights" in os.readlink(f"/proc/self/fd/{file}")
+    except FileNotFoundError:
+        return False
+
+
 @pytest.mark.parametrize(("family", "route"), [("qwen3", "process"), ("llama", "process"), ("qwen3", "memory")])
-def test_after_updates_it_is_the_new_policy(updated, golden, shared_memory, monkeypatch, family, route):
+def test_after_updates_it_is_the_new_policy(updated, golden, memory_files, monkeypatch, family, route):
     from vllm import LLM
 
     finish, versions = LLM.finish_weight_update, []
@@ -37,7 +45,7 @@ def test_after_updates_it_is_the_new_policy(updated, golden, shared_memory, monk
     cases, want = golden(family)
     assert engine.updates.route == "process"
     engine.updates.route = route  # memory: as with several ranks
-    used, first = shared_memory.stat().st_mtime_ns, engine.weight_version
+    first = engine.weight_version
     for version in (first + 3, first + 4):
         new = moved(model, version - first)
         weights = dict(new.state_dict())
@@ -53,21 +61,21 @@ def test_after_updates_it_is_the_new_policy(updated, golden, shared_memory, monk
             assert differing(done, fresh, 1e-4) == []
             assert {v for c in done for v in (c.version, *c.versions)} == {version}
         assert len(differing(done, want)) > 3, "control: the update changed the policy"
-    assert list(shared_memory.iterdir()) == []
-    assert (shared_memory.stat().st_mtime_ns > used) == (route == "memory"), "files only on that route"
+    assert len(memory_files) == (2 if route == "memory" else 0), "files only on that route"
+    assert not any(map(is_open, memory_files))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_the_model_loads_from_the_live_tensors(updated, shared_memory, loads, family):
+def test_the_model_loads_from_the_live_tensors(updated, memory_files, loads, family):
     engine, model = updated(family)
     loads.clear()  # a start loads the model's files
     new = moved(model, 1)
-    before, listed = shared_memory.stat().st_mtime_ns, set(os.listdir("/dev/shm"))
+    listed = set(os.listdir("/dev/shm"))
     engine.update_weights(PolicyWeights(new), engine.weight_version, probe_of(new))
     (received,) = loads
     live = {name: p.data_ptr() for name, p in new.named_parameters()}
     assert {name: tensor.data_ptr() for name, tensor in received.items()} == live, "0 bytes were copied before the load"
-    assert shared_memory.stat().st_mtime_ns == before
+    assert memory_files == []
     assert {name for name in os.listdir("/dev/shm") if name.startswith("specrl")} <= listed
     before = engine.score(TEXT)
     with torch.no_grad():
@@ -100,10 +108,11 @@ def test_what_walking_makes_is_not_copied_again(updated, loads):
     ids=["unknown", "missing", "twice", "shape"],
 )
 def test_weights_that_do_not_fit_are_named(saved, change, reason):
-    from specrl.rollout.engines.vllm.weights import WeightCheck
+    from specrl.rollout.engines.vllm.weights import described
+    from specrl.rollout.engines.weights import WeightCheck
 
     model, path = saved("qwen3")
-    check, metas = WeightCheck(spec_of(path)), PolicyWeights(model).metadata()
+    check, metas = WeightCheck(*described(spec_of(path))), PolicyWeights(model).metadata()
     check.check(metas)
     with pytest.raises(RolloutError, match=reason):
         check.check(change(metas))
@@ -111,7 +120,7 @@ def test_weights_that_do_not_fit_are_named(saved, change, reason):
 
 @pytest.mark.parametrize("route", ["process", "memory"])
 @pytest.mark.parametrize("fault", ["declared", "missing", "interrupted early", "interrupted late"])
-def test_after_a_failed_update_only_a_complete_one_helps(updated, golden, shared_memory, loads, fault, route):
+def test_after_a_failed_update_only_a_complete_one_helps(updated, golden, memory_files, loads, fault, route):
     """vLLM counts the weights that a layer has received, and would treat the remaining ones as a complete update."""
     engine, model = updated()
     engine.updates.route = route
@@ -130,7 +139,7 @@ def test_after_a_failed_update_only_a_complete_one_helps(updated, golden, shared
     }[fault]
     with pytest.raises(RolloutError, match=reason):
         engine.update_weights(weights, version + 1)
-    assert list(shared_memory.iterdir()) == []
+    assert not any(map(is_open, memory_files))
     assert engine.weight_version == version
     with pytest.raises(RolloutError, match=rf"version {version + 1} failed; send the weights again"):
         engine.generate(requests_of(golden()[0]))
@@ -214,7 +223,8 @@ import sys
 from transformers import AutoModelForCausalLM
 from vllm import LLM
 from specrl.rollout.engines.vllm.settings import settings
-from specrl.rollout.engines.vllm.weights import Updates, WeightCheck
+from specrl.rollout.engines.vllm.weights import Updates, described
+from specrl.rollout.engines.weights import WeightCheck
 from specrl.rollout.engines.vllm.worker import TRANSFER
 from specrl.rollout.types import RolloutError
 from specrl.trainers.weights import PolicyWeights
@@ -233,7 +243,8 @@ if __name__ == "__main__":
     spec.rollout.vllm.tensor_parallel = 2
     extension = "specrl.rollout.engines.vllm.worker.WorkerExtension"
     llm = LLM(**settings(spec), worker_extension_cls=extension, weight_transfer_config={"backend": TRANSFER})
-    updates, model = Updates(llm, WeightCheck(spec), 2, False, prove), AutoModelForCausalLM.from_pretrained(sys.argv[1])
+    updates = Updates(llm, WeightCheck(*described(spec)), 2, False, prove)
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
     assert updates.route == "memory", "these ranks are processes"
     for version in (1, 2):
         new = moved(model, version)

@@ -46,6 +46,21 @@ def test_a_value_that_cannot_be_is_named(entry, values):
             KeyedRequest.read({**GOOD.extra_args(), entry: value})
 
 
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ([""] * 100_000, "has 100000 texts, the first 64 of 0 bytes"),
+        (["!" * 3_000_000] * 6, "has 6 texts, the first 6 of 18000000 bytes"),
+    ],
+)
+def test_more_texts_than_a_request_may_bring_are_refused_before_they_are_unpacked(texts, said):
+    """An exclamation mark is no base64, so unpacking one would have been another error."""
+    with pytest.raises(RolloutError, match=said):
+        KeyedRequest.read({**GOOD.extra_args(), "specrl_texts": texts})
+    most = [pack_text([5] * 100_000)] * 31
+    assert len(KeyedRequest.read({**GOOD.extra_args(), "specrl_texts": most}).texts) == 31
+
+
 def test_ids_of_another_model_are_guesses():
     """They are never accepted; drafters omit them."""
     sent = {**GOOD.extra_args(), "specrl_texts": [pack_text([1 << 30, -1, 5]), ""]}
