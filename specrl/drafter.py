@@ -1,4 +1,4 @@
-"""Initial drafter of a policy: `python -m specrl.drafter out=DIR [kind=head] [model=tiny] [layers=1]`.
+"""Initial drafter of a run's policy: `python -m specrl.drafter config=NAME out=DIR [kind=head] [layers=1]`.
 
 Follows FastDraft (arXiv 2411.11055) for a policy that is already trained. The drafter is a copy of the policy with few
 of its layers, or a head on its hidden states, distilled from the policy's full logits on responses that the policy
@@ -13,19 +13,20 @@ import random
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+from specrl.bench.pair import with_config
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
-from specrl.config.schema import Config, DatasetConfig
-from specrl.rollout.config import RolloutConfig
+from specrl.config.schema import Config
 from specrl.rollout.sections import doc
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from specrl.run.data import Example
     from specrl.trainers.cotraining.texts import Text
 
 SAMPLED_TOGETHER = 256  # responses per line of progress
@@ -33,17 +34,13 @@ DEFAULTS = {"model": (700, 3e-3), "head": (1000, 5e-3)}  # steps and learning ra
 
 
 @dataclass
-class DrafterOptions:
+class DrafterOptions(Config):
     out: str = doc("", "directory to write the draft model to")
-    model: str = doc("tiny", "the policy: tiny, a hub id or a local directory")
     kind: Literal["model", "head"] = doc(
         "model", "model: the policy's first layers; head: one layer on the policy's last hidden states, as EAGLE's"
     )
     layers: int = doc(1, "layers of the draft model: the policy's first ones and, from 2 on, its last")
-    data: str = doc("arithmetic", "prompts, as in training")
-    level: Literal["easy", "medium", "hard", "mixed"] = doc("mixed", "difficulty of data=arithmetic")
-    prompts: int = doc(768, "prompts; the policy answers each once")
-    max_new_tokens: int = doc(256, "response cap in tokens")
+    prompts: int = doc(768, "training prompts of the data; the policy answers each once", low=2)
     steps: int = doc(0, "optimiser steps; 0: 700, for a head 1000")
     objective: Literal["forward_kl", "tvd"] = doc("forward_kl", "distance from the policy's distribution")
     select: Literal["all", "adaspec"] = doc(
@@ -54,8 +51,12 @@ class DrafterOptions:
     learning_rate: float = doc(
         0.0, "peak of one rise and fall; 0: 3e-3, for a head 5e-3; about 1e-4 for models of a billion parameters"
     )
-    seed: int = doc(0, "of the sampled responses and their order")
-    device: str = doc("auto", "auto, cpu, cuda or cuda:N")
+
+    scores: ClassVar[bool] = False
+
+    @property
+    def splits(self) -> tuple[Literal["train", "test"], ...]:
+        return ("train",)
 
     @property
     def schedule(self) -> tuple[int, float]:
@@ -65,7 +66,6 @@ class DrafterOptions:
 
 
 def main(options: DrafterOptions) -> int:
-    from specrl.run.data import load_examples
     from specrl.run.policy import load_policy
     from specrl.run.preflight import check_out
     from specrl.run.prompts import render
@@ -78,25 +78,38 @@ def main(options: DrafterOptions) -> int:
             f"kind=head has one layer and no rounded weights, not layers={options.layers} and bits={options.bits}. "
             "Leave both out, or take kind=model."
         )
-    rollout = RolloutConfig(acceptance="off", max_new_tokens=options.max_new_tokens)
-    held_out = max(16, options.prompts // 16)
-    dataset = DatasetConfig(train_size=options.prompts, test_size=held_out, level=options.level)
-    config = Config(model=options.model, data=options.data, device=options.device, dataset=dataset, rollout=rollout)
-    policy, tokenizer, eos_ids = load_policy(config)
+    learned, held_out = examples(options)
+    policy, tokenizer, eos_ids = load_policy(options)
     student = untrained(policy.eval(), options)
-    prompts = {
-        split: [render(e, tokenizer, dataset).ids for e in load_examples(config.data, dataset, split, options.seed)]
-        for split in ("train", "test")
-    }
-    texts, _ = sample(policy, eos_ids, prompts["train"], options)
+    asked, tested = ([render(e, tokenizer, options.dataset).ids for e in part] for part in (learned, held_out))
+    texts, _ = sample(policy, eos_ids, asked, options)
     distil(policy, student, texts, options)
     if options.bits:
         quantise(student, options.bits)
     student.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
-    share = agreement(policy, student, *sample(policy, eos_ids, prompts["test"], options))
+    share = agreement(policy, student, *sample(policy, eos_ids, tested, options))
     print(f"{options.out}: on new prompts {share:.1%} of the draft tokens are the policy's samples")
     return 0
+
+
+def examples(options: DrafterOptions) -> tuple[list[Example], list[Example]]:
+    """Prompts to distil on, and others of the same split to test on. Raises ConfigError if there is one only."""
+    from specrl.run.data import load_examples
+
+    wanted = options.prompts + max(16, options.prompts // 16)
+    generated = options.data == "arithmetic"
+    dataset = replace(options.dataset, train_size=wanted if generated else 0)
+    found = load_examples(options.data, dataset, "train", options.seed)[:wanted]
+    if len(found) < 2:
+        raise ConfigError(f"data={options.data} has one training prompt, and one more is needed to test on.")
+    tested = min(wanted - options.prompts, len(found) // 2)
+    return found[:-tested], found[-tested:]
+
+
+def without_drafter(argv: Sequence[str]) -> Sequence[str]:
+    """The command line words, with config=grpo_math by default; a config may name the draft model that is made here."""
+    return [*with_config(argv), "rollout.drafter=", "rollout.acceptance=off", "trainer.drafter.train=false"]
 
 
 def untrained(policy: PreTrainedModel, options: DrafterOptions) -> PreTrainedModel:
@@ -145,8 +158,8 @@ def sample(
     from specrl.trainers.cotraining.texts import Text
 
     keys = [derive_key(options.seed, "drafter", i, 0) for i in range(len(prompts))]
-    requests = [Request(p, key, options.max_new_tokens) for p, key in zip(prompts, keys, strict=True)]
-    print(f"sampling {len(requests)} responses of at most {options.max_new_tokens} tokens", flush=True)
+    requests = [Request(p, key, options.rollout.max_new_tokens) for p, key in zip(prompts, keys, strict=True)]
+    print(f"sampling {len(requests)} responses of at most {options.rollout.max_new_tokens} tokens", flush=True)
     engine = TransformersEngine(policy, SamplingParams(eos_ids))
     done: list[Completion] = []
     began = time.perf_counter()
@@ -253,4 +266,4 @@ def agreement(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence
 
 
 if __name__ == "__main__":
-    raise SystemExit(cli.run(main, schema=DrafterOptions))
+    raise SystemExit(cli.run(main, schema=DrafterOptions, training=False, words=without_drafter))

@@ -1,15 +1,28 @@
 """The recipe of a draft model: which weights it starts from, that distilling raises agreement, what it writes."""
 
 import copy
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from specrl import drafter
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
-from specrl.drafter import DrafterOptions, agreement, distil, main, quantise, sample, shortened, untrained
+from specrl.drafter import (
+    DrafterOptions,
+    agreement,
+    distil,
+    main,
+    quantise,
+    sample,
+    shortened,
+    untrained,
+    without_drafter,
+)
+from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import Head
@@ -19,7 +32,14 @@ from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
 from tests.engines import local
 
-SMALL = DrafterOptions(out="", layers=1, steps=60, batch=8, max_new_tokens=96)
+SMALL = DrafterOptions(out="", layers=1, steps=60, batch=8, rollout=RolloutConfig(max_new_tokens=96))
+
+
+TINY = "prompts=16", "steps=2", "batch=8", "rollout.max_new_tokens=16", "dataset.level=easy", "device=cpu"
+
+
+def command(*words: str) -> int:
+    return cli.run(main, words, DrafterOptions, training=False, words=without_drafter)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +96,7 @@ def test_layers_out_of_range_are_refused(policy, layers):
 @pytest.mark.slow
 def test_responses_are_the_policys_own_draws(policy, sampled):
     (model, tokenizer), (texts, keys) = policy, sampled
-    requests = [Request(t.prompt, key, SMALL.max_new_tokens) for t, key in zip(texts[:8], keys, strict=False)]
+    requests = [Request(t.prompt, key, SMALL.rollout.max_new_tokens) for t, key in zip(texts[:8], keys, strict=False)]
     done, _ = TransformersEngine(model, SamplingParams(frozenset([tokenizer.eos_token_id]))).generate(requests)
     assert [tuple(c.tokens) for c in done] == [t.response for t in texts[:8]]
     assert keys[3] == derive_key(SMALL.seed, "drafter", 3, 0)
@@ -118,8 +138,7 @@ def test_a_head_with_layers_or_bits_is_refused(tmp_path):
 @pytest.mark.slow
 def test_the_command_writes_a_head_that_drafts(policy, tmp_path):
     out = tmp_path / "head"
-    small = {"prompts": 16, "steps": 2, "batch": 8, "max_new_tokens": 16, "level": "easy", "device": "cpu"}
-    assert main(DrafterOptions(out=str(out), kind="head", **small)) == 0
+    assert command(f"out={out}", "kind=head", *TINY) == 0
     head = Head.load(out, policy[0])
     requests = [Request(policy[1](p.prompt).input_ids, i, 12) for i, p in enumerate(arithmetic("test", 4, 0, "easy"))]
     plain, drafting = (local(policy[0], SamplingParams(frozenset([1])), window=3, drafter=d) for d in (None, head))
@@ -141,8 +160,7 @@ def test_distilling_on_shuffled_targets_does_not(policy, texts, held_out):
 @pytest.mark.slow
 def test_the_command_writes_a_model_that_drafts(policy, tmp_path):
     out = tmp_path / "drafter"
-    options = DrafterOptions(out=str(out), prompts=16, steps=2, batch=8, max_new_tokens=16, level="easy", device="cpu")
-    assert main(options) == 0
+    assert command(f"out={out}", *TINY) == 0
     assert not list(out.rglob("*.bin"))
     student = AutoModelForCausalLM.from_pretrained(out, local_files_only=True)
     assert student.config.num_hidden_layers == 1
@@ -153,11 +171,36 @@ def test_the_command_writes_a_model_that_drafts(policy, tmp_path):
     assert drafting.generate(requests)[1].sources["model"][0] > 0
 
 
+@pytest.mark.parametrize("name", ["judge_math", "arbitrage_math", "reasoning_math"])
+def test_the_config_of_a_run_that_will_use_it_is_taken(name):
+    options = cli.load(without_drafter([f"config={name}", "out=new"]), DrafterOptions)
+    run = cli.load([f"config={name}"])
+    assert (options.model, options.data, options.dataset) == (run.model, run.data, run.dataset)
+    assert (options.rollout.drafter, options.rollout.max_new_tokens) == ("", run.rollout.max_new_tokens)
+
+
+@pytest.mark.slow
+def test_one_file_is_enough_and_prompts_are_those_of_the_run(tmp_path, monkeypatch):
+    data = tmp_path / "mine.jsonl"
+    data.write_text("".join(json.dumps({"question": f"{n} + 1 ="}) + "\n" for n in range(5)))
+    asked = []
+    real = drafter.sample
+    monkeypatch.setattr(drafter, "sample", lambda policy, eos, prompts, options: asked.append(prompts) or real(
+        policy, eos, prompts, options))  # fmt: skip
+    words = f"data={data}", "dataset.prompt_template=Q: {prompt}", f"out={tmp_path / 'made'}", *TINY
+    assert command(*words) == 0
+    assert [len(prompts) for prompts in asked] == [3, 2], "to learn from, and to test on"
+    tokenizer = load_tiny()[1]
+    assert sorted([*asked[0], *asked[1]]) == sorted(tokenizer(f"Q: {n} + 1 =").input_ids for n in range(5))
+    data.write_text(json.dumps({"question": "1 + 1 ="}))
+    assert command(*words, f"out={tmp_path / 'other'}") == 2
+
+
 def test_a_missing_or_used_directory_is_one_line(tmp_path, capsys):
-    assert cli.run(main, [], DrafterOptions) == 2
+    assert command() == 2
     assert "error: out is missing" in capsys.readouterr().err
     (tmp_path / "file").write_text("x")
-    assert cli.run(main, [f"out={tmp_path}"], DrafterOptions) == 2
+    assert command(f"out={tmp_path}") == 2
     assert "holds files already" in capsys.readouterr().err
 
 
@@ -177,7 +220,7 @@ def test_quantised_weights_take_few_values_and_one_bit_is_refused(build_model, t
 
 
 def test_each_kind_has_its_steps_and_its_rate():
-    head = cli.load(["kind=head"], DrafterOptions)
+    head = cli.load(without_drafter(["kind=head"]), DrafterOptions)
     assert DrafterOptions().schedule == (700, 3e-3)
     assert head.schedule == (1000, 5e-3)
-    assert cli.load(["kind=head", "steps=10"], DrafterOptions).schedule == (10, 5e-3)
+    assert cli.load(without_drafter(["kind=head", "steps=10"]), DrafterOptions).schedule == (10, 5e-3)

@@ -58,7 +58,7 @@ def moved(policy: MovingPolicy, student, prompts: Sequence[tuple[int, ...]], ver
     """What the policy writes and computes after so many steps."""
     policy.move(version / max(1, ROUNDS - 1))
     asked = prompts[version * PROMPTS : (version + 1) * PROMPTS]
-    texts, keys = sample(policy.model, policy.sampling.eos_ids, asked, DrafterOptions(seed=version, max_new_tokens=CAP))
+    texts, keys = sample(policy.model, policy.sampling.eos_ids, asked, DrafterOptions(seed=version))
     batch = distil.Batch.of(read(policy.model, texts), student)
     teacher = distil.teacher_logits(policy.model, batch)
     return Round(batch, teacher, keys, distil.keyed_samples(teacher, batch, keys, policy.sampling))

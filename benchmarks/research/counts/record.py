@@ -55,7 +55,7 @@ class Record:
             return [Text(tuple(prompt), tuple(response)) for prompt, response in kept["texts"]], kept["keys"]
         prompts = [tuple(self.tokenizer(p.prompt)["input_ids"]) for p in arithmetic(split, count, 0, "mixed")]
         end = frozenset([self.tokenizer.eos_token_id])
-        texts, keys = sample(self.policy, end, prompts, DrafterOptions(seed=seed, max_new_tokens=CAP))
+        texts, keys = sample(self.policy, end, prompts, DrafterOptions(seed=seed))
         if file:
             file.parent.mkdir(parents=True, exist_ok=True)
             kept = {"texts": [(text.prompt, text.response) for text in texts], "keys": keys}
