@@ -196,7 +196,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def container_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that the container's limit leaves, sys.maxsize without one. File cache that the kernel drops counts as free.
+    """Memory that the container's limit leaves, sys.maxsize without one. File cache that can be dropped is free.
 
     Args: root: where the container's control group (version 2 or 1) is mounted.
     """
