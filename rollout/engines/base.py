@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -183,13 +185,31 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that a rollout may take now: of a GPU with what torch holds in reserve, of the machine for a CPU."""
+    """Memory that a rollout may take now: of a GPU with what torch holds in reserve; for a CPU of the machine, or what
+    the container's limit leaves if that is less."""
     if device.type == "cuda":
         reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserve
     import psutil
 
-    return psutil.virtual_memory().available
+    return min(psutil.virtual_memory().available, container_bytes())
+
+
+def container_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that the container's limit leaves, sys.maxsize without one. File cache that can be dropped is free.
+
+    Args: root: where the container's control group (version 2 or 1) is mounted.
+    """
+    versions = ("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
+    for limit, used in versions:
+        try:
+            left = int((root / limit).read_text()) - int((root / used).read_text())
+            statistics = (root / limit).with_name("memory.stat").read_text().split()
+        except (OSError, ValueError):  # another version, or "max"
+            continue
+        counts = dict(zip(statistics[::2], statistics[1::2], strict=True))
+        return left + int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
+    return sys.maxsize
 
 
 class Engine(Protocol):

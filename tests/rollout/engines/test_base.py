@@ -1,11 +1,12 @@
 """Garbage collection while engines work."""
 
 import gc
+import sys
 
 import pytest
 
 from specrl.rollout import verify
-from specrl.rollout.engines.base import gc_frozen
+from specrl.rollout.engines.base import container_bytes, gc_frozen
 from tests.engines import local
 from tests.rollout.golden import SAMPLING, requests_of
 
@@ -49,3 +50,27 @@ def test_an_engine_works_with_the_heap_at_rest(golden, monkeypatch):
     local(model, SAMPLING).generate(requests_of(cases))
     assert frozen[0] > 10_000
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({"memory.max": "1000\n", "memory.current": "400\n", "memory.stat": "anon 300\ninactive_file 50\n"}, 650),
+        ({"memory.max": "max\n", "memory.current": "400\n", "memory.stat": "anon 300\n"}, sys.maxsize),
+        (
+            {
+                "memory/memory.limit_in_bytes": "1000\n",
+                "memory/memory.usage_in_bytes": "400\n",
+                "memory/memory.stat": "inactive_file 9\ntotal_inactive_file 60\n",
+            },
+            660,
+        ),
+        ({}, sys.maxsize),
+    ],
+    ids=["version 2", "no limit", "version 1", "no container"],
+)
+def test_a_containers_limit_counts_as_memory(tmp_path, files, left):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert container_bytes(tmp_path) == left

@@ -1,5 +1,7 @@
 """The synchronous scheduler appends a step's tokens at once. Requests end and are cached as with vLLM's scheduler."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.rollout.engines.vllm.engines import needs_vllm
@@ -56,3 +58,19 @@ def test_steps_end_and_hash_as_vllms_own(steps, ends):
 def test_control_it_relies_on_no_tokens_after_the_end():
     """vLLM's scheduler cuts them off; the host flow never emits any."""
     assert outputs(True, [[5, EOS, 6]]) != outputs(False, [[5, EOS, 6]])
+
+
+@pytest.mark.parametrize(("plain", "drafts"), [(0, True), (1, False)])
+def test_a_plain_request_to_a_server_on_runner_v2_has_no_drafts(monkeypatch, plain, drafts):
+    """It is the baseline that speed is compared with."""
+    from specrl.rollout.engines.vllm import served_v2
+    from specrl.rollout.engines.vllm.wire import KeyedRequest
+
+    monkeypatch.setattr(served_v2.DraftScheduler, "add_request", lambda self, request: None)
+    scheduler = object.__new__(served_v2.KeyedScheduler)
+    scheduler.draft_lengths = SimpleNamespace(requests={"other": None}, admit=lambda *admitted: seen.append(admitted))
+    seen = []
+    extra = KeyedRequest(3, 4, "g", ((5, 6),), plain=bool(plain)).extra_args()
+    params = SimpleNamespace(extra_args=extra)
+    scheduler.add_request(SimpleNamespace(request_id="r", sampling_params=params, use_structured_output=False))
+    assert seen == [("r", drafts)]
