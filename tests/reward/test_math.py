@@ -162,6 +162,7 @@ TAGS = "<think>", "</think>"
         ("q", "5", "5"),
         ("q", "<think>5?</think>6", "6"),
         ("q", "5?</think>6", "6"),
+        ("q", "<think>5?</think>6</think>7", "7"),
         ("q", "<think>5?</think>6<think>7", ""),
         ("q", "<think>5?", ""),
         ("q <think>\n", "5?", ""),
