@@ -231,10 +231,12 @@ def load(
         logger.warning("%s. It is kept as '%s.corrupt'; starting with an empty trajectory cache.", error, path.name)
         return cache
     other_sampling = not _same_sampling(fingerprint, header.fingerprint, path, check_sampling)
+    first = ""
     for example_id, sample_index, blob in entries:
         trajectory = unpack(blob)
-        if complaint(sample_index, trajectory, vocab_size, cache.eos_ids) is not None:
+        if reason := complaint(sample_index, trajectory, vocab_size, cache.eos_ids):
             cache.dropped += 1
+            first = first or f"example {example_id!r}, sample_index {sample_index}: {reason}"
         elif max_step is not None and trajectory.step > max_step:
             cache.skipped += 1
         else:
@@ -244,7 +246,8 @@ def load(
                 trajectory = replace(trajectory, step=0, version=0)
             cache.insert([(example_id, sample_index, pack(trajectory) if other_sampling or new_run else blob)])
     if cache.dropped:
-        logger.warning("'%s': %d of %d entries make no sense and are left out.", path, cache.dropped, header.rows)
+        left_out = f"{cache.dropped} of {header.rows} entries are malformed and left out"
+        logger.warning("'%s': %s. The first is %s.", path, left_out, first)
     return cache
 
 

@@ -114,7 +114,7 @@ def test_malformed_entries_on_disk_are_dropped(tmp_path, caplog):
     loaded = load(tmp_path, vocab_size=900)
     assert contents(loaded, given) == [entry for entry in given if entry[:2] not in bad]
     assert loaded.dropped == loaded.stats()["cache/dropped"] == len(bad) > 10
-    assert f"{len(bad)} of 60 entries make no sense" in caplog.text
+    assert f"{len(bad)} of 60 entries are malformed" in caplog.text
     assert load(tmp_path, eos_ids=[2]).dropped == 60
 
 
