@@ -25,6 +25,9 @@ PLUG_INS = """
     def named_only(prompt, completion, answer, scale):
         return scale
 
+    def with_default(prompt, completion, answer, scale=1):
+        return scale
+
     def bad(prompt, completion, answer):
         values = {"none": None, "nan": float("nan"), "inf": float("-inf"), "text": "1.0", "list": [1.0]}
         return values.get(completion, 1.0)
@@ -264,6 +267,7 @@ def test_columns_that_a_function_needs_are_looked_for_before_the_run(plug_ins):
     config = dataclasses.replace(plug_ins, functions=["reward_plug_ins:named_only"])
     check(config, ["scale", "other"])
     check(config)
+    check(dataclasses.replace(plug_ins, functions=["reward_plug_ins:with_default", "reward_plug_ins:batch"]), ["other"])
     with pytest.raises(RewardError, match="needs the column 'scale', which the data does not have"):
         check(config, ["other"])
 

@@ -175,6 +175,7 @@ READ = UnitTests(pairs=(("2", "4"),))
         ("1. So:\n\n   ```python3\n   " + READS + "\n   ```", READ, READS),
         (block(READS, "") + "\nOutput:\n" + block("4", ""), READ, READS),
         (f"```python\n{READS}", READ, READS),
+        (f"```python\n{READS}\n``` And so on.", READ, READS),
     ],
 )
 def test_the_program_of_a_response(text, tests, program):

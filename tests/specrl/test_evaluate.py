@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.tiny_policy import build_tokenizer
 from specrl import evaluate as evaluate_command
 from specrl import generate as generate_command
-from specrl.config.load import run, save
+from specrl.config.load import load, run, save
 from specrl.config.schema import Config
-from specrl.evaluate import EvaluateConfig, main
+from specrl.evaluate import EvaluateConfig, main, serving
 from specrl.evaluate import command as command_line
 from specrl.generate import command as generate
 from specrl.results.records import EVALUATION_COST, load_run
@@ -23,7 +23,7 @@ from specrl.rollout.engines.base import EngineSpec
 from specrl.rollout.keys import derive_key
 from specrl.rollout.sections import BudgetConfig
 from specrl.rollout.speculative import SpeculativeRollout
-from specrl.rollout.types import Completion, EngineStats, Row
+from specrl.rollout.types import Completion, EngineStats, Request, Row
 from specrl.run.accuracy import evaluate, pass_at_k
 from specrl.run.data import Example
 from tests.runs import SHORT, policy, words
@@ -377,3 +377,11 @@ def test_a_run_keeps_its_evaluations_for_resumes_and_for_the_command(tmp_path, c
     assert command_line([f"run={whole.folder}", "samples=4"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert (printed["eval/hit_rate"], printed["eval/unchanged_ratio"]) == (0.5, 0.5), "4 of 8 prompts were evaluated"
+
+
+def test_a_run_with_workers_is_served_in_this_process():
+    config = load(["config=grpo_math", "cluster.num_workers=2", "cluster.gpus_per_worker=1", "device=cpu"])
+    with serving(config) as served:
+        request = Request([5, 6, 7], 1, 3)
+        assert served.model.device.type == "cpu"
+        assert len(served.engine.generate([request])[0][0].tokens) > 0

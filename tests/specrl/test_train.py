@@ -296,3 +296,19 @@ def test_adapter(tmp_path):
     assert adapter(some, model).target_modules == {"q_proj"}
     with pytest.raises(ConfigError, match="no layer 'qproj'"):
         adapter(cli.load(words(tmp_path, lora__rank=8, lora__targets="[qproj]")).lora, model)
+
+
+@pytest.mark.slow  # a run
+def test_prompts_of_one_token_still_check_the_weights_of_the_engine(tmp_path):
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps({"question": str(n), "answer": "1"}) + "\n" for n in range(4)))
+    probes = []
+
+    def listen(trainer):
+        real = trainer.rollouts.engine.score
+        trainer.rollouts.engine.score = lambda tokens: probes.append(len(tokens)) or real(tokens)
+
+    done = run(tmp_path, listen, **SHORT | {"dataset__train_size": 0}, data=data, rollout__measure_every=1)
+    assert len(done.steps) == 4
+    assert probes
+    assert min(probes) > 1, "the first token of a prompt has no log-prob"

@@ -7,6 +7,7 @@ import pytest
 from specrl.config import load as cli
 from specrl.evaluate import EvaluateConfig
 from specrl.evaluate import main as evaluate
+from specrl.lossy import judging
 from specrl.run.policy import TINY_PATH
 from specrl.train_judge import TrainJudgeConfig
 from specrl.train_judge import main as train_judge
@@ -112,7 +113,21 @@ def cached(folder, run, *more):
     return [*found, f"cache={run}", f"out={folder / 'j'}", *more]
 
 
-def test_a_judge_is_mined_from_a_runs_stored_texts(finished, tmp_path):
+def test_a_judge_is_mined_from_a_runs_stored_texts(finished, tmp_path, monkeypatch):
+    problems = {"learned": set(), "tested": set()}
+    mine = judging.mismatches
+    test = judging.compare
+
+    def mined(pair, drafts, *more):
+        problems["learned"] |= {draft.problem for draft in drafts}
+        return mine(pair, drafts, *more)
+
+    def compared(pair, rules, drafts, *more):
+        problems["tested"] |= {draft.problem for draft in drafts}
+        return test(pair, rules, drafts, *more)
+
+    monkeypatch.setattr(judging, "mismatches", mined)
+    monkeypatch.setattr(judging, "compare", compared)
     assert cli.run(train_judge, cached(tmp_path, finished), TrainJudgeConfig, training=False) == 0
     report = json.loads((tmp_path / "j" / "router.json").read_text())["report"]
     assert 0 < report["important"] < report["mismatches"]
@@ -121,6 +136,8 @@ def test_a_judge_is_mined_from_a_runs_stored_texts(finished, tmp_path):
     assert (rules["exact"]["change"], rules["exact"]["change_pm"]) == (0, 0)
     assert rules["exact"]["accepted_ratio"] > 0, "stored texts are drafts"
     assert all(rules["exact"]["accepted_ratio"] <= line["accepted_ratio"] for line in rules.values())
+    assert problems["tested"]
+    assert problems["learned"].isdisjoint(problems["tested"]), "neither weights nor threshold saw them"
 
 
 @pytest.mark.parametrize(
