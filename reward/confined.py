@@ -139,23 +139,13 @@ def own_root() -> None:
     """Makes a root directory of the system's and the interpreter's files, and changes to its /tmp."""
     base = "/tmp" if os.path.isdir("/tmp") else "/"
     mount(None, "/", None, RECURSIVE | PRIVATE)
-    mount("tmpfs", base, "tmpfs", NO_SETUID | NO_DEVICES, b"size=1048576,mode=755")
     wanted = [*SYSTEM, sys.prefix, sys.base_prefix, *(path for path in sys.path if os.path.isdir(path)), *DEVICES]
+    wanted = [path for path in wanted if os.path.exists(path)]
+    followed = dict.fromkeys(link for path in wanted for link in links(path))
     # Each path once: a descriptor that stayed open would lead to the old root.
-    sources = {path: os.open(path, os.O_PATH) for path in dict.fromkeys(wanted) if os.path.exists(path)}
-    bound: list[str] = []
-    for path, source in sources.items():
-        inner = base + path
-        if os.path.islink(path):
-            os.makedirs(os.path.dirname(inner), exist_ok=True)
-            os.symlink(os.readlink(path), inner)
-        elif not any(path == done or path.startswith(f"{done}/") for done in bound):
-            place(path, inner)
-            mount(f"/proc/self/fd/{source}", inner, None, BIND | RECURSIVE)
-            if path not in DEVICES:
-                read_only(inner)
-            bound.append(path)
-        os.close(source)
+    sources = {path: os.open(path, os.O_PATH) for path in dict.fromkeys(map(os.path.realpath, wanted))}
+    targets = {link: os.readlink(link) for link in followed}
+    mount("tmpfs", base, "tmpfs", NO_SETUID | NO_DEVICES, b"size=1048576,mode=755")
     for path in ("/proc", "/tmp", "/dev/shm"):
         os.makedirs(base + path, exist_ok=True)
     try:
@@ -165,11 +155,37 @@ def own_root() -> None:
         mount("tmpfs", f"{base}/proc", "tmpfs", READ_ONLY)
     for path in ("/tmp", "/dev/shm"):
         mount("tmpfs", base + path, "tmpfs", NO_SETUID | NO_DEVICES, TEMPORARY)
+    bound: list[str] = []
+    for path, source in sources.items():
+        inner = base + path
+        if not any(path == done or path.startswith(f"{done}/") for done in bound):
+            place(path, inner)
+            mount(f"/proc/self/fd/{source}", inner, None, BIND | RECURSIVE)
+            if path not in DEVICES:
+                read_only(inner)
+            bound.append(path)
+        os.close(source)
+    for link, target in targets.items():
+        if not os.path.lexists(base + link):
+            os.makedirs(os.path.dirname(base + link), exist_ok=True)
+            os.symlink(target, base + link)
     read_only(base)
     os.chdir(base)
     checked(libc.pivot_root(b".", b"."), "pivot_root")  # the new root is over the old one, which is unmounted
     checked(libc.umount2(b".", DETACH), "umount2")
     os.chdir("/tmp")
+
+
+def links(path: str) -> list[str]:
+    """The symbolic links that lead from a path to its file or directory."""
+    walked = "/"
+    parts = path.strip("/").split("/")
+    for at, part in enumerate(parts):
+        walked = os.path.join(walked, part)
+        if os.path.islink(walked):
+            target = os.path.join(os.path.dirname(walked), os.readlink(walked), *parts[at + 1 :])
+            return [walked, *links(os.path.normpath(target))]
+    return []
 
 
 def place(path: str, inner: str) -> None:

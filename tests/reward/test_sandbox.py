@@ -221,6 +221,17 @@ def test_a_program_ends_with_the_process_that_scores():
 
 
 @linux
+@pytest.mark.slow
+def test_an_interpreter_behind_links_has_its_packages(tmp_path):
+    (tmp_path / "first").symlink_to(sys.prefix)
+    (tmp_path / "venv").symlink_to("first")
+    program = "import numpy\nprint(numpy.arange(3).sum())"
+    code = f"from specrl.reward.sandbox import run\nprint(run({program!r}, seconds=20, memory_mb=0))"
+    done = subprocess.run([tmp_path / "venv" / "bin" / "python", "-c", code], capture_output=True, text=True)
+    assert "output='3\\n'" in done.stdout, done.stderr
+
+
+@linux
 def test_what_the_kernel_refuses_is_said(monkeypatch):
     assert sandbox.missing() == ""
     planted = Path(tempfile.mkdtemp()) / "confined.py"
