@@ -251,6 +251,21 @@ def test_programs_that_misbehave_or_cheat_score_0(reward, how, form):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("status", [1, 124, 125, 137])
+def test_no_exit_status_of_a_program_is_a_failure_of_the_machine(reward, status):
+    assert score(reward, block(f"import os\nprint(2 * int(input()), flush=True)\nos._exit({status})"), PAIRS) == 0.0
+
+
+@pytest.mark.slow
+def test_what_a_program_changes_in_place_is_changed(reward):
+    sorts = "def sort(x):\n    x.sort()\n    x[0].append(9)\n\ndef add(d, s):\n    d['a'] = 1\n    s.add(2)"
+    tests = "x = [[2], [1]]\nsort(x)\nassert x == [[1, 9], [2]]\n"
+    tests += "d = {}\ns = {1}\nadd(d, s)\nassert (d, s) == ({'a': 1}, {1, 2})"
+    assert score(reward, block(sorts), {"tests": tests}) == 1.0
+    assert score(reward, block(sorts.replace("9", "8")), {"tests": tests}) == 0.0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [

@@ -386,6 +386,7 @@ def test_every_optimiser_step_is_charged(tmp_path):
     assert sum(report.summary["step_s"].values()) == pytest.approx(8 * 14.0)
     assert report.summary["measured"]["title"].startswith("Measured on 8 control steps of 8 rollouts")
     assert report.summary["reward"]["last"] == 0.5
+    assert first_last(minibatches(2.0)[:16])["last"] == 0.5, "the last step has no reward of its own"
     planted = [record for record in minibatches(2.0, 4.0) if "timing_s/gen" in record]
     wrong = write_report(make_run(tmp_path / "c", planted), plots=False).summary["step_speedup"]["ratio"]
     assert wrong == pytest.approx(7 / 5)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from specrl.config import load as cli
+from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.evaluate import EvaluateConfig
 from specrl.generate import GenerateConfig
@@ -149,6 +150,35 @@ def test_a_dry_run_says_how_many_rows_there_are_and_how_long_they_are(folder):
     text = cli.load([*command_line(options, folder), "dry_run=true"])
     assert "5 steps per epoch; 10 steps." in text
     assert "# 20 train prompts.\n# The longest prompt has 9 tokens.\n" in text
+
+
+def rows_with(answers, folder):
+    """A dry run on rows with these answers, which the math reward reads. Returns what it prints."""
+    path = folder / "answers.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n}?", "answer": a}) + "\n" for n, a in enumerate(answers)))
+    options = {"data": str(path), "dataset__train_size": 0, "reward__functions": "[math]"}
+    return cli.load([*command_line(options, folder), "dry_run=true"])
+
+
+SENTENCE = "Ben pays 3 dollars in all"
+
+
+@pytest.mark.slow  # a worker of math-verify
+def test_a_dry_run_scores_rows_and_refuses_data_of_which_too_many_cannot_be(folder):
+    assert "The reward math can score all 20 rows that were checked." in rows_with(["1"] * 20, folder)
+    text = " ".join(rows_with(["1"] * 39 + [SENTENCE], folder).split())
+    assert "cannot score 1 of the 40 rows that were checked. The first is" in text
+    assert "answers.jsonl, line 40: the reference answer 'Ben pays" in text
+    with pytest.raises(ConfigError, match=r"cannot score 2 of the 20 rows.*dataset\.answer_column"):
+        rows_with(["1"] * 18 + [SENTENCE] * 2, folder)
+
+
+@pytest.mark.slow
+def test_a_dry_run_checks_rows_of_every_form(folder):
+    """One row of 3,000, between those that are evenly spaced."""
+    answers = ["1"] * 3000
+    answers[1501] = SENTENCE
+    assert "cannot score 1 of the 65 rows" in " ".join(rows_with(answers, folder).split())
 
 
 def test_a_dry_run_downloads_nothing_and_says_so(folder):
