@@ -17,8 +17,8 @@ from specrl.rollout.engines.vllm.guard import HEADER, TOKEN
 SERVER = "vllm.entrypoints.openai.api_server"
 """The module that `vllm serve` runs; that command itself does not start from CPU wheels."""
 LOOPBACK = "127.0.0.1"
-REPEATED = {"middleware"}
-"""Options that vLLM takes several times, so that the user's do not replace ours."""
+ALWAYS = {"host", "middleware"}
+"""Options that vLLM gets also where the user gives them: the address that was checked, and the guard."""
 
 
 def arguments(options: list[str]) -> list[str]:
@@ -26,7 +26,7 @@ def arguments(options: list[str]) -> list[str]:
     from specrl.rollout.engines.vllm.served import engine_args, weight_transfer
 
     added = {
-        "host": LOOPBACK,
+        "host": host(options),
         "middleware": "specrl.rollout.engines.vllm.guard.Guard",
         "generation-config": "vllm",  # requests bring all sampling params
         "logprobs-mode": "processed_logprobs",
@@ -36,7 +36,8 @@ def arguments(options: list[str]) -> list[str]:
     }
     for name, value in engine_args().items():
         added[name.replace("_", "-")] = value if isinstance(value, str) else json.dumps(value)
-    given = {option.removeprefix("--").partition("=")[0].replace("_", "-") for option in options} - REPEATED
+    names = [option[2:].partition("=")[0].replace("_", "-") for option in options if option.startswith("--")]
+    given = set(names) - ALWAYS
     rest = [word for name, value in added.items() if name not in given for word in (f"--{name}", value)]
     return [*options, *rest]
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import wraps
 from importlib.util import find_spec
-from itertools import pairwise
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from specrl.run.data import Example
 
 MARK = "7f2d9a41"
-"""Distinguishes the place of an answer in a rendered dialogue from any other text."""
+"""Marks in a rendered dialogue where a special token of an answer is cut in two."""
 LONGEST = 10_000
 """Characters of an answer that the model reads."""
 GRACE_S = 1.0
@@ -142,20 +141,13 @@ class Toolbox:
             {token.content for token in self._tokenizer.added_tokens_decoder.values()}, key=len, reverse=True
         )
         pattern = re.compile("|".join(map(re.escape, added)) or r"(?!)")
-        if not any(pattern.search(answer["content"]) for answer in answers):
-            return self._render(dialogue, add_generation_prompt=True)
-        marks = [f"answer-{number}-{MARK}" for number in range(len(answers))]
-        marked = [answer | {"content": mark} for answer, mark in zip(answers, marks, strict=True)]
+        marked = [
+            answer | {"content": pattern.sub(lambda found: found[0][:1] + MARK + found[0][1:], answer["content"])}
+            for answer in answers
+        ]
         text = self._render([*dialogue[: -len(answers)], *marked], add_generation_prompt=True, tokenize=False)
-        ids: list[int] = []
-        for answer, mark in zip(answers, marks, strict=True):
-            before, _, text = text.partition(mark)
-            # Cut behind the first character of each, its text is in no piece.
-            cuts = [found.start() + 1 for found in pattern.finditer(answer["content"])]
-            ends = [0, *cuts, len(answer["content"])]
-            for piece in (before, *(answer["content"][begin:end] for begin, end in pairwise(ends))):
-                ids += self._tokenizer(piece, add_special_tokens=False)["input_ids"]
-        return ids + self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        pieces = [self._tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in text.split(MARK)]
+        return [token for piece in pieces for token in piece]
 
     def _render(self, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
         options = {"tokenize": True, "return_dict": False} | variables(self._options) | options
@@ -218,15 +210,15 @@ class Toolbox:
         limit = self._options.tool_timeout_s
         if inspect.iscoroutinefunction(tool):
 
-            async def ending(coroutine: Any) -> Any:
+            async def ending(coroutine: Any) -> str:
                 try:
-                    return await coroutine
+                    return self._readable(await coroutine)
                 except (KeyboardInterrupt, SystemExit) as error:  # they would end the loop, with all other calls
                     raise _failure(error) from error
 
             @wraps(tool)
             async def call_later(**arguments: Any) -> str:
-                return self._readable(await asyncio.wait_for(ending(tool(**arguments)), limit))
+                return await asyncio.wait_for(ending(tool(**arguments)), limit)
 
             return call_later
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 from starlette.applications import Starlette
@@ -11,7 +12,7 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from specrl.rollout.engines.vllm.guard import HEADER, TOKEN, Guard
-from specrl.serve import LOOPBACK, host, is_loopback
+from specrl.serve import LOOPBACK, arguments, host, is_loopback
 
 GUARDED = "/update_weights", "/collective_rpc", "/sleep", "/reset_prefix_cache", "/server_info", "/metrics", "/v1x", "/"
 OPEN = "/health", "/v1/completions", "/v1/models"
@@ -81,10 +82,17 @@ def test_planted_fault_without_the_guard_or_a_token_all_is_open(monkeypatch):
         (["--host", "127.0.0.1", "--host=10.0.0.5"], "10.0.0.5", False),
         (["--host", "gpu-7"], "gpu-7", False),
         (["--host", ""], "", False),
+        (["--model", "host", "--served-model-name", "middleware"], LOOPBACK, True),
+        (["--hos", "0.0.0.0"], LOOPBACK, True),
     ],
 )
 def test_where_it_listens(options, address, loopback):
+    """Whatever the user's words are, vLLM gets the address that was checked as its last one, and the guard."""
+    pytest.importorskip("vllm")
     assert (host(options), is_loopback(address)) == (address, loopback)
+    words = arguments(options)
+    assert [value for name, value in pairwise(words) if name == "--host"][-1] == address
+    assert f"{Guard.__module__}.{Guard.__name__}" in words
 
 
 def test_the_network_needs_a_token(monkeypatch):

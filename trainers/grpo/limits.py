@@ -198,7 +198,7 @@ def _remedy(where: str, name: str, value: Any, neutral: Any) -> str:
     """Why an entry of a generation config is refused, and what works instead, in TRL's words."""
     if name == "eos_token_id":
         return f"TRL ends responses by the model's. Set model.generation_config.eos_token_id={value!r}"
-    if name in OF_ARGS:
+    if name in OF_ARGS and value > 0:
         return f"GRPOConfig sets it. Use {OF_ARGS[name]}={value!r} there"
     if where == "generation_kwargs":
         return f"{SAMPLED_BY}. Leave {name} out"
@@ -211,14 +211,14 @@ def check_model(trainer: Any) -> None:
     Raises:
         RolloutError: the model has attention or logits of a kind that the transformers engine does not know.
     """
+    if trainer.use_vllm:
+        return  # it samples without dropout under TRL too
     model = trainer.accelerator.unwrap_model(trainer.model)
     layers = any(isinstance(module, torch.nn.Dropout) and module.p for module in model.modules())
     if layers or getattr(model.config, "attention_dropout", None):
         logger.warning(
             "The model has dropout. TRL alone samples responses with it; reusing() samples without, as in evaluation."
         )
-    if trainer.use_vllm:
-        return
     try:
         TransformersEngine(model, SamplingParams(frozenset(trainer.eos_token_ids)))
     except RolloutError as error:

@@ -140,6 +140,20 @@ async def leave_later(expression: str) -> str:
     raise SystemExit(3)
 
 
+class Unprintable:
+    def __str__(self):
+        raise SystemExit(3)
+
+
+async def unprintable_later(expression: str) -> str:
+    """Returns what ends the program when it is made text.
+
+    Args:
+        expression: any.
+    """
+    return Unprintable()
+
+
 def surrogate(expression: str) -> str:
     """Returns half a character.
 
@@ -147,6 +161,15 @@ def surrogate(expression: str) -> str:
         expression: any.
     """
     return "a\ud800b"
+
+
+def echo(expression: str) -> str:
+    """Returns what it gets.
+
+    Args:
+        expression: any.
+    """
+    return expression
 
 
 def page(expression: str) -> str:
@@ -285,10 +308,11 @@ def test_tools_run_one_after_the_other_also_when_begun_ahead():
         (call("interrupt", expression="x"), "KeyboardInterrupt"),
         (call("leave_later", expression="x"), "SystemExit"),
         (call("beyond", expression="x"), "Beyond"),
+        (call("unprintable_later", expression="x"), "SystemExit"),
     ],
 )
 def test_a_call_that_fails_has_an_error_as_its_answer(made, reason):
-    box = toolbox("fail", "leave", "interrupt", "leave_later", "beyond", "later")
+    box = toolbox("fail", "leave", "interrupt", "leave_later", "beyond", "unprintable_later", "later")
     (text,) = ask(box, made)
     assert text.startswith("{'error': ")
     assert reason in text
@@ -336,6 +360,18 @@ def test_special_tokens_in_an_answer_are_text():
     assert len(two.tokens) > len(answer.tokens) > len(plain.tokens)
     planted = tokenizer(page("x"))["input_ids"]
     assert not ends.isdisjoint(planted)
+
+
+@pytest.mark.parametrize("made_by", ["content'] | tojson", "content'] | trim"])
+def test_an_answer_with_special_tokens_is_rendered_as_the_template_renders_any_text(made_by):
+    tokenizer = build_tools_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("<tool>{{ m['content']", "<tool>{{ m['" + made_by)
+    box = Toolbox(tokenizer, DatasetConfig(tools=[f"{HERE}:echo"]))
+    texts = [' 1 + "2"\n= 3 ', f' 1 + "2"\n= 3 {tokenizer.eos_token} ']
+    plain, special = (box.answer([[call("echo", expression=text)]])[0].tokens for text in texts)
+    shared = next(i for i, (a, b) in enumerate(zip(plain, special, strict=False)) if a != b)
+    assert shared > len(tokenizer(texts[0].strip())["input_ids"]), "they differ from the special token on"
+    assert tokenizer.eos_token_id not in special
 
 
 def test_megabytes_are_cut():

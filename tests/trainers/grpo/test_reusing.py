@@ -26,7 +26,7 @@ from specrl.rollout.sections import CacheConfig
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import CacheError, RolloutError
 from specrl.tiny import load_tiny
-from specrl.trainers.grpo.limits import check_args
+from specrl.trainers.grpo.limits import check_args, check_model
 from specrl.trainers.grpo.reuse import STATE, Reuse
 from specrl.trainers.tools import ToolResults
 from tests.runs import by_two_processes
@@ -331,6 +331,8 @@ def test_options_of_trl_that_it_cannot_obey_are_refused(option, value, words, id
         ({"top_p": 0.9}, {"top_p": 0.9}),
         ({"temperature": 0.5}, {"temperature": 0.5}),
         ({"max_new_tokens": 33}, {"max_completion_length": 33}),
+        ({"top_k": -1}, {}),
+        ({"temperature": 0.0}, {}),
         ({"suppress_tokens": [3]}, {}),
         ({"min_new_tokens": 2}, {}),
     ],
@@ -390,6 +392,16 @@ def test_dropout_that_only_trl_samples_with_is_said_once(dropout, tmp_path, capl
     adapters = LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=dropout, target_modules="all-linear")
     of_model(load_tiny()[0], tmp_path, peft_config=adapters)
     assert caplog.text.count("samples without, as in evaluation") == (dropout > 0)
+
+
+def test_under_vllm_nothing_is_said_of_dropout_as_trl_samples_without_it_too(idle, monkeypatch, caplog):
+    monkeypatch.setattr(idle.trainer.model.config, "attention_dropout", 0.1)
+    check_model(idle.trainer)
+    assert "The model has dropout" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(idle.trainer, "use_vllm", True)
+    check_model(idle.trainer)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(
