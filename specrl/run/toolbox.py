@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from specrl.rollout.engines.base import Engine
     from specrl.run.data import Example
 
-MARK = "7f2d9a41"
-"""Marks in a rendered dialogue where a special token of an answer is cut in two."""
+MARK = "\udc80"
+"""Marks in a rendered dialogue where a special token of an answer is cut in two; no text with a UTF-8 form has it."""
 LONGEST = 10_000
 """Characters of an answer that the model reads."""
 GRACE_S = 1.0
@@ -289,10 +289,11 @@ def _dialogue(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _valid(call: Any) -> dict[str, Any]:
-    """A call with a name and arguments. Raises KeyError, TypeError or AttributeError."""
+    """A call with a name and arguments. Raises KeyError, TypeError, UnicodeError or AttributeError."""
     function = call.get("function", call)
     if not isinstance(function["name"], str):
         raise TypeError(f"no call: {call!r:.80}")
+    function["name"].encode()  # a name without a UTF-8 form could not be rendered
     return {"type": "function", "function": {"name": function["name"], "arguments": function.get("arguments") or {}}}
 
 

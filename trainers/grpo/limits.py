@@ -46,6 +46,7 @@ WITHOUT_EFFECT = frozenset(
         *("bos_token_id", "decoder_start_token_id", "pad_token_id"),  # affect no prompt or response of a decoder
         *("early_stopping", "length_penalty"),  # affect beam search only
         *("max_length", "transformers_version"),  # max_new_tokens has priority
+        *("output_attentions", "output_hidden_states"),  # affect what transformers' generate returns
     )
 )
 """Entries of a generation config that models or TRL set, and that do not affect what is sampled."""

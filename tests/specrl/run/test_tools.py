@@ -6,6 +6,7 @@ import asyncio
 import time
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.tiny_policy import build_tokenizer
 from benchmarks.tiny_tools import ASSISTANT, build_tools_tokenizer, conversation
@@ -345,6 +346,38 @@ def test_characters_without_a_utf8_form_are_replaced():
     assert ask(box, call("surrogate", expression="x")) == ["a?b"]
     box.answer([[call("surrogate", expression="x")]])
     assert counted(box)["tools/replaced"] == 2
+
+
+def in_bytes():
+    """A tokenizer that has every text, with a chat template that writes calls as JSON."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from trl import chat_template_utils
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.add_tokens(["<|im_start|>"], special_tokens=True)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"])
+    tokenizer.chat_template = chat_template_utils.qwen3_chat_template
+    return tokenizer
+
+
+@pytest.mark.parametrize(("name", "calls"), [("echo", 1), ("7f2d9a41", 1), (r"a\ud800b", 0)])
+def test_whatever_name_the_model_writes_the_conversation_goes_on(name, calls):
+    """A call whose name has no UTF-8 form is text."""
+    tokenizer = in_bytes()
+    box = Toolbox(tokenizer, DatasetConfig(tools=[f"{HERE}:echo"]))
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "x"}], add_generation_prompt=True, return_dict=False
+    )
+    made = f'{{"name": "{name}", "arguments": {{"expression": "x"}}}}'
+    response = f"<tool_call>\n{made}\n</tool_call><|im_end|>"
+    parsed = box.message(prompt, tokenizer.encode(response)).get("tool_calls", [])
+    assert len(parsed) == calls
+    if parsed:
+        assert len(ask(box, *parsed)) == 1
 
 
 def test_special_tokens_in_an_answer_are_text():

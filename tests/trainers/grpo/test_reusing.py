@@ -518,6 +518,8 @@ def test_control_values_that_ask_for_nothing_are_taken(idle, monkeypatch):
     nothing = {"num_beams": 1, "use_cache": False, "temperature": args.temperature, "suppress_tokens": None}
     for name, value in {"min_p": 0.0, "generation_kwargs": nothing, "repetition_penalty": 1.0}.items():
         monkeypatch.setattr(args, name, value)
+    for name in ("output_attentions", "output_hidden_states"):  # saved with a model made from a config
+        monkeypatch.setattr(idle.trainer.model.generation_config, name, False)
     taken(idle)
 
 
