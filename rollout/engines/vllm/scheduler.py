@@ -61,6 +61,8 @@ class DraftLengths:
     """When the step in progress began."""
     verifies: bool = False
     """It verifies drafts."""
+    decodes: bool = False
+    """A request of it has tokens already."""
 
     def admit(self, name: str, drafts: bool) -> None:
         """Request `name` takes part. Args: drafts: it may have some."""
@@ -89,6 +91,7 @@ class DraftLengths:
     def observe_tokens(self, name: str, tokens: int) -> None:
         """A request's step sampled so many tokens, those after its end included."""
         if request := self.requests.get(name):
+            self.decodes |= bool(request.emitted)
             request.emitted.append(tokens)
             request.idle += 1
             if request.idle >= _RETRY:
@@ -102,9 +105,11 @@ class DraftLengths:
         now = time.perf_counter()
         seconds, self.began = now - self.began, now
         # with the time of drafting on the device
-        self.stats.count_pass(tokens, seconds, self.verifies, tokens <= len(self.requests))
+        self.stats.count_pass(tokens, seconds, self.verifies, self.decodes)
+        if self.decodes:
+            self.drafting.budget.observe_pass(tokens, seconds)
         self.verifies = False
-        self.drafting.budget.observe_pass(tokens, seconds)
+        self.decodes = False
 
 
 class HostScheduler(Scheduler):
