@@ -271,8 +271,11 @@ class Source(Protocol):
 class HoldsSessions(Protocol):
     """An Engine whose calls share work within a `with` block: KV of their common beginnings, memory that it holds."""
 
-    def session(self, requests: Sequence[Request]) -> AbstractContextManager[None]:
-        """The weights do not change within the block, whose calls continue these requests."""
+    def session(self, requests: Sequence[Request], beside: Engine | None = None) -> AbstractContextManager[None]:
+        """The weights do not change within the block, whose calls continue these requests.
+
+        Args: beside: holds a session of the same requests at the same time, in the same memory.
+        """
 
 
 @runtime_checkable

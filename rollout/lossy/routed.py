@@ -84,9 +84,9 @@ class RoutedRollout:
         stats = EngineStats()
         rows = {i: RoutedRow(request, drafting=False, number=i) for i, request in enumerate(requests)}
         with ExitStack() as stack:
-            for engine in (self.policy, self.draft):
+            for engine, other in ((self.policy, self.draft), (self.draft, self.policy)):
                 if isinstance(engine, HoldsSessions):
-                    stack.enter_context(engine.session(requests))
+                    stack.enter_context(engine.session(requests, beside=other))
             while active := {i: row for i, row in rows.items() if not (row.finish or row.failure)}:
                 for i, step in self._next_steps(active, stats).items():
                     if not active[i].failure:

@@ -21,9 +21,18 @@ from transformers import PreTrainedModel
 
 from specrl.rollout.drafting.draft import Draft
 from specrl.rollout.drafting.drafting import Drafting
-from specrl.rollout.engines.base import DRAFTER, NO_WEIGHTS, Limits, Probe, SamplingParams, gc_frozen, out_of_memory
+from specrl.rollout.engines.base import (
+    DRAFTER,
+    NO_WEIGHTS,
+    Engine,
+    Limits,
+    Probe,
+    SamplingParams,
+    gc_frozen,
+    out_of_memory,
+)
 from specrl.rollout.engines.local.memory import max_concurrent_rows, row_tokens
-from specrl.rollout.engines.local.model import InFlightPass, base_model
+from specrl.rollout.engines.local.model import InFlightPass, PackedModel, base_model
 from specrl.rollout.engines.local.probe import packed_model
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.engines.local.session import Session
@@ -141,10 +150,10 @@ class TransformersEngine:
             return logits[:-1].log_softmax(-1).gather(-1, targets)[:, 0].tolist()
 
     @contextmanager
-    def session(self, requests: Sequence[Request]) -> Iterator[None]:
-        """See HoldsSessions."""
+    def session(self, requests: Sequence[Request], beside: Engine | None = None) -> Iterator[None]:
+        """See HoldsSessions. As many rows at a time as both engines' KV fits."""
         if requests and self.drafting.model is None:  # whose KV would be computed again
-            size = self._plan(requests)
+            size = self._plan(requests, [beside.policy] if isinstance(beside, TransformersEngine) else [])
             self._session = Session(size, row_tokens(requests))
         try:
             yield
@@ -211,10 +220,10 @@ class TransformersEngine:
             for name, tensor in check.checked(weights):
                 state[name].copy_(tensor)
 
-    def _plan(self, requests: Sequence[Request]) -> int:
-        """Rows at a time whose KV fits."""
+    def _plan(self, requests: Sequence[Request], others: Sequence[PackedModel] = ()) -> int:
+        """Rows at a time whose KV fits, in this engine's models and in the others."""
         draft_models = [self.drafting.model.packed] if self.drafting.model else []
-        return max_concurrent_rows(requests, [self.policy, *draft_models], self._max_rows)
+        return max_concurrent_rows(requests, [self.policy, *draft_models, *others], self._max_rows)
 
     def _decode(self, rows: list[Response], size: int, stats: EngineStats) -> None:
         """Decodes rows to their ends: draft, launch, settle, and admit waiting rows where others have ended.

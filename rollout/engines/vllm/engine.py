@@ -31,7 +31,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.platforms import current_platform
 
 from specrl.rollout.drafting.drafting import Drafting
-from specrl.rollout.engines.base import EngineSpec, Probe, SamplingParams
+from specrl.rollout.engines.base import Engine, EngineSpec, Probe, SamplingParams
 from specrl.rollout.engines.local.sampler import rows_per_chunk
 from specrl.rollout.engines.response import check_request
 from specrl.rollout.engines.vllm.batch import VLLMRow
@@ -240,8 +240,8 @@ class VLLMEngine:
             raise self._refused(error) from error
         self.drafting.budget.calibrate(measured)
 
-    def session(self, requests: Sequence[Request]) -> AbstractContextManager[None]:
-        """See HoldsSessions: vLLM stays awake, and its prefix cache holds the KV."""
+    def session(self, requests: Sequence[Request], beside: Engine | None = None) -> AbstractContextManager[None]:
+        """See HoldsSessions: vLLM stays awake, and its prefix cache holds the KV, in memory that is reserved."""
         return self._awake()
 
     @contextmanager

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local import memory
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.session import Session
 from specrl.rollout.keys import derive_key
@@ -196,7 +197,7 @@ def test_kv_is_kept_between_steps_and_that_of_another_row_is_caught(models, monk
     asked, routing = requests(), engine(models, ALWAYS, step_end(EVERY, 99))
     done, stats = routing.generate(asked)
     with monkeypatch.context() as without:
-        without.setattr(TransformersEngine, "session", lambda engine, requests: nullcontext())
+        without.setattr(TransformersEngine, "session", lambda engine, requests, beside: nullcontext())
         again, more = routing.generate(asked)
     assert [c.tokens for c in again] == [c.tokens for c in done]
     assert stats.forward_tokens < more.forward_tokens
@@ -210,6 +211,24 @@ def test_kv_is_kept_between_steps_and_that_of_another_row_is_caught(models, monk
     monkeypatch.setattr(Session, "claim", shuffled)
     done, _ = routing.generate(asked)
     assert [c.tokens for c in done] != [c.tokens for c in plain(models[0], asked)]
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["shared", "control_each_with_all_of_it"])
+def test_the_sessions_of_both_engines_fit_the_memory_together(models, monkeypatch, alone):
+    """Both are planned before either holds any."""
+    free, slabs = 1 << 18, []
+    routing = engine(models, ALWAYS, step_end(EVERY, 99))
+    asked = requests(cap=20) * 10
+    session, make = TransformersEngine.session, Session.__init__
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    monkeypatch.setattr(memory, "pass_bytes", lambda model: 0)
+    monkeypatch.setattr(Session, "__init__", lambda s, *size: slabs.append(size) or make(s, *size))
+    if alone:
+        monkeypatch.setattr(TransformersEngine, "session", lambda engine, requests, beside: session(engine, requests))
+    routing.generate(asked)
+    kv = [routing.policy.policy.kv_bytes, routing.draft.policy.kv_bytes]
+    taken = sum(rows * tokens * each for (rows, tokens), each in zip(slabs, kv, strict=True))
+    assert (taken <= free) == (not alone)
 
 
 TWO = [a + b for a in LETTERS[:6] for b in LETTERS[:30]]  # half of the tokens may end a step, one in twenty does
