@@ -19,12 +19,15 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.outputs import ModelRunnerOutput
 
 from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import free_bytes
 from specrl.rollout.engines.vllm.contract import check, differs
 from specrl.rollout.engines.vllm.logits import OF_CPU_SERVER, OF_SERVER, LogitsBudget, max_draft_tokens
 from specrl.rollout.engines.vllm.wire import KeyedRequest, extra_args_of
@@ -90,21 +93,42 @@ def serve_by_default() -> None:
 
 
 def logits_budget(config: VllmConfig) -> LogitsBudget:
-    """By the memory that vLLM was configured to leave free: its workers may be in other processes."""
-    free = None
-    remedies = OF_CPU_SERVER
-    if not current_platform.is_cpu():
-        free = int(current_platform.get_device_total_memory() * (1 - config.cache_config.gpu_memory_utilization))
-        remedies = OF_SERVER
+    """By the memory that vLLM was configured to leave free, less what a trainer on the same GPU holds of it.
+
+    The latter is known only in a process that uses the GPU: vLLM's workers may be in others.
+    """
     model = config.model_config
-    assert isinstance(model.dtype, torch.dtype)  # in a configuration that vLLM has completed
-    width = model.dtype.itemsize
-    tokens = max_draft_tokens(model.get_vocab_size(), RolloutConfig().logits_mb, free=free, width=width)
-    return LogitsBudget(tokens, step=config.scheduler_config.max_num_batched_tokens, remedies=remedies)
+    dtype = model.dtype
+    assert isinstance(dtype, torch.dtype)  # in a configuration that vLLM has completed
+    cpu = current_platform.is_cpu()
+
+    def measure() -> int:
+        free = None
+        if not cpu:
+            free = int(current_platform.get_device_total_memory() * (1 - config.cache_config.gpu_memory_utilization))
+            if torch.cuda.is_initialized():
+                free = min(free, free_bytes(torch.device("cuda", torch.cuda.current_device())))
+        return max_draft_tokens(model.get_vocab_size(), RolloutConfig().logits_mb, free=free, width=dtype.itemsize)
+
+    step = config.scheduler_config.max_num_batched_tokens
+    return LogitsBudget(measure(), measure, step, OF_CPU_SERVER if cpu else OF_SERVER)
 
 
 class ServedScheduler(Scheduler):
-    """vLLM's own, under a name whose import brings this module into the engine's core."""
+    """vLLM's own, which ends a request alone, with finish reason `error`, where a worker had no token for it.
+
+    Its import brings this module into the engine's core.
+    """
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput):
+        sampled = model_runner_output.sampled_token_ids
+        for name, i in model_runner_output.req_id_to_index.items() if sampled else ():
+            request = self.requests.get(name)
+            complete = request is not None and request.num_computed_tokens >= request.num_tokens  # its prompt is read
+            if complete and sampled[i] in ([], [-1]):
+                sampled[i] = []
+                self.grammar_compile_error_reqs.add(name)  # vLLM ends these with an error
+        return super().update_from_output(scheduler_output, model_runner_output)
 
 
 class BadRequest(RolloutError, VLLMValidationError):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
@@ -15,17 +17,38 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.budget import Budget
+from specrl.rollout.drafting.draft import Draft
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.drafting.suffix import PromptTexts
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.sampler import rows_per_chunk
-from specrl.rollout.engines.vllm.batch import VLLMRow
+from specrl.rollout.engines.vllm.batch import VerifyInputs, VLLMRow
 from specrl.rollout.engines.vllm.flow import Flow
 from specrl.rollout.engines.vllm.served import ENGINE_ARGS, logits_budget
 from specrl.rollout.engines.vllm.v1 import RequestDrafter, V1Adapter, by_params, lift_draft_limit
 from specrl.rollout.engines.vllm.wire import KeyedRequest, extra_args_of
 from specrl.rollout.noise import process_logits
 from specrl.rollout.types import Request, RolloutError
+
+log = logging.getLogger(__name__)
+
+
+class ServedFlow(Flow):
+    """Goes on where the logits of some rows are NaN or infinite, as the other requests are not theirs."""
+
+    unusable: Sequence[int] = ()
+    """These rows of the last step, whose tokens mean nothing."""
+
+    def accept(
+        self, inputs: VerifyInputs, drafts: Sequence[Draft], packed: np.ndarray, first: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        gaps = packed[3].view(np.float32)
+        wrong = np.isnan(gaps)
+        gaps[wrong] = 0
+        tokens, counts = super().accept(inputs, drafts, packed, first)
+        emitted = zip(inputs.starts.tolist(), counts.tolist(), strict=True)
+        self.unusable = [i for i, (start, n) in enumerate(emitted) if wrong[start : start + n].any()]
+        return tokens, counts
 
 
 class KeyedDrafter(RequestDrafter):
@@ -42,7 +65,7 @@ class KeyedDrafter(RequestDrafter):
                 "would end it; start it with ENGINE_ARGS['v1'] of rollout.engines.vllm.served"
             )
         vocab = vllm_config.model_config.get_vocab_size()
-        self.flow = Flow(
+        self.flow = ServedFlow(
             drafting=Drafting(Budget(padded=False), redraws=True),
             draft_tokens=vllm_config.speculative_config.num_speculative_tokens,
             budget=logits_budget(vllm_config),
@@ -75,6 +98,13 @@ class KeyedDrafter(RequestDrafter):
             output.logprobs_tensors = self._logprobs(runner.sampler, allowed, counts, rows, tokens, most)
         if others := [i for i, row in enumerate(rows) if row is None]:  # last, as vLLM changes the logits in place
             _copy_rows(_vllm_sample(runner, logits, metadata), output, others)
+        for i in flow.unusable:
+            output.sampled_token_ids[i] = -1  # none: see ServedScheduler
+            log.warning(
+                "a keyed request ends with an error, as its logits are NaN or infinite (request %s); check the last "
+                "update of the weights",
+                names[i],
+            )
         if self._waiting_since is not None:
             flow.observe(time.perf_counter() - self._waiting_since)
         return output

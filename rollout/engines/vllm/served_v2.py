@@ -57,6 +57,7 @@ class KeyedScheduler(DraftScheduler):
         if KEY in extra:
             if not self.draft_lengths.requests:  # the server was idle: weights may have changed
                 self.draft_lengths.drafting.budget.next_rollout()
+                self.draft_lengths.budget.renew()
                 self.draft_lengths.began = time.perf_counter()
             # grammars need the tokens of drafts on the host
             drafts = bool(extra.get(TEXTS)) and not extra.get(PLAIN) and not request.use_structured_output

@@ -1,6 +1,10 @@
 """The draft tokens of a step are limited by free memory, which only rows with a draft share."""
 
+import importlib.util
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.vllm.logits import LogitsBudget, max_draft_tokens
@@ -41,3 +45,35 @@ def test_a_step_has_a_token_for_every_row():
         tokens = LogitsBudget(1 << 20, step=4096).share(rows, rows, 32)
         assert tokens == min(32, max(0, 4096 - rows) // rows)
     assert LogitsBudget(1 << 20).share(0, 9, 32) == 32
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'")
+@pytest.mark.parametrize(("in_this_process", "held"), [(True, 0), (True, 40 * GB), (True, 44 * GB), (False, 40 * GB)])
+def test_a_trainers_memory_is_not_free_for_a_colocated_engine(monkeypatch, in_this_process, held):
+    """It is measured when a rollout begins, as an optimizer allocates after the engine's start."""
+    from specrl.rollout.engines.vllm import served
+
+    total = 80 * GB
+    left = int(total * (1 - 0.45))
+    platform = SimpleNamespace(is_cpu=lambda: False, get_device_total_memory=lambda: total)
+    monkeypatch.setattr(served, "current_platform", platform)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: in_this_process)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    free = [left]
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free[0], total))
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda device: 0)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.bfloat16, get_vocab_size=lambda: VOCAB),
+        cache_config=SimpleNamespace(gpu_memory_utilization=0.45),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=16_384),
+    )
+    budget = served.logits_budget(config)
+    logits_mb = RolloutConfig().logits_mb
+    assert budget.tokens == max_draft_tokens(VOCAB, logits_mb, free=left, width=BF16) > 0
+    free[0] -= held
+    budget.renew()
+    known = left - held if in_this_process else left
+    assert budget.tokens == max_draft_tokens(VOCAB, logits_mb, free=known, width=BF16)
+    assert (budget.tokens == 0) == (in_this_process and held == 44 * GB)

@@ -193,6 +193,34 @@ def test_a_request_that_cannot_be_served_is_refused_alone(served, requests, plai
     assert tokens(served.ask(requests[:4], plain[0][:4])) == plain[0][:4]
 
 
+@on_v1
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("first", [0, 3], ids=["in_the_prompts_step", "later"])
+def test_a_request_whose_logits_are_unusable_ends_alone(served, requests, plain, monkeypatch, caplog, value, first):
+    """With an error, beside others of its step; the server answers them and what is asked next."""
+    row = next(i for i, text in enumerate(plain[0]) if len(text) > 8)
+    asked = [row, *(i for i in range(6) if i != row)]
+    compute, names = served.runner.model.compute_logits, []
+
+    def broken(hidden_states, *arguments):
+        logits = compute(hidden_states, *arguments)
+        names.append(served.runner.input_batch.req_ids[0])
+        if len(names) > first and names[-1] == names[0]:
+            logits[0] = value  # where the request that was asked first samples
+        return logits
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.runner.model, "compute_logits", broken)
+        done = served.ask([requests[i] for i in asked], [all_wrong(plain[0][i]) for i in asked])
+    assert done[0].finish_reason == "error"
+    sampled = list(done[0].token_ids)
+    assert sampled == plain[0][row][: len(sampled)], "nothing that was sampled from them"
+    assert (len(sampled) > 0) == (first > 0)
+    assert tokens(done[1:]) == [plain[0][i] for i in asked[1:]]
+    assert caplog.text.count("ends with an error") == 1
+    assert tokens(served.ask(requests, plain[0])) == plain[0]
+
+
 def test_requests_without_a_key_are_not_checked(served, requests):
     params = {"temperature": 0.0, "repetition_penalty": 1.1, "extra_args": {"others": object}}
     assert len(served.ask_with([(list(requests[0].prompt), served.vllm_params(requests[0], **params))])) == 1
