@@ -50,7 +50,7 @@ class Reward(Protocol):
 
     - `close()` releases resources.
     - `check(samples)` says which rows no response could be scored for, such as a reference answer that cannot be read
-      or tests that an empty program passes: an exception or None a sample. It does not look at the completions.
+      or tests that pass a program which does nothing: an exception or None a sample. It does not look at completions.
     - `deterministic = True` promises that a score depends on nothing but the sample (no time, no randomness, no judge
       that changes). RewardSet then scores each sample once and reuses the score.
     - `verifiable = True` says that the scores are correctness: 1 for right, less for anything else. pass@k uses it.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from hashlib import blake2b
 from typing import Any
@@ -13,7 +13,7 @@ from specrl.reward.answers import final_text
 from specrl.reward.base import LimitError, Outcome, RewardError, Sample
 from specrl.reward.config import RewardConfig
 from specrl.reward.pool import WorkerPool
-from specrl.reward.sandbox import Ran, UnsupportedTestsError, missing, passes, run
+from specrl.reward.sandbox import Ran, UnsupportedTestsError, missing, passes, runs
 from specrl.reward.unit_tests import UnitTests, extract_program, unit_tests
 
 SHARE = 0.8
@@ -59,13 +59,13 @@ class CodeReward:
             sample = samples[i]
             tests = unit_tests(sample.fields)
             text = final_text(sample.prompt, sample.completion, self._tags)
-            payloads.append({"program": extract_program(text, tests), **asdict(tests)})
+            payloads.append({"program": extract_program(text, tests, sample.prompt), **asdict(tests)})
         for i, reply in zip(sound, self._passed(payloads), strict=True):
             outcomes[i] = float(reply) if isinstance(reply, bool) else reply
         return outcomes
 
     def check(self, samples: Sequence[Sample]) -> list[Exception | None]:
-        """Why a row has no score: its tests cannot be run, or an empty program passes them."""
+        """Why a row has no score: its tests cannot be run, or a program that does nothing passes them."""
         found: dict[bytes, UnitTests | Exception] = {}
         rows = []
         for sample in samples:
@@ -77,11 +77,13 @@ class CodeReward:
                 except ValueError as error:
                     found[row] = error
         tests = {row: each for row, each in found.items() if isinstance(each, UnitTests)}
-        replies = self._passed([{"program": "", **asdict(each)} for each in tests.values()])
+        replies = self._passed([{"program": idle(each), **asdict(each)} for each in tests.values()])
         flaws = {row: each for row, each in found.items() if isinstance(each, Exception)}
         for row, reply in zip(tests, replies, strict=True):
             if reply is True:
-                flaws[row] = ValueError("an empty program passes the row's tests, so they test nothing")
+                flaws[row] = ValueError(
+                    "an empty program passes the row's tests, or one that defines their functions to do nothing"
+                )
             elif reply is False:
                 self._flaws[row] = None
             else:  # not remembered, as it may have another cause
@@ -109,6 +111,15 @@ class CodeReward:
         self.pool.close()
 
 
+def idle(tests: UnitTests) -> str:
+    """A program that defines what source of tests needs, as functions that do nothing, and else an empty one.
+
+    Tests that pass it test nothing: an empty program might fail only where they import it.
+    """
+    names = sorted(tests.needs) if tests.source else []
+    return "".join(f"def {name}(*values, **options): pass\n" for name in names if not name.startswith("__"))
+
+
 def make_runner(seconds: float, memory_mb: int) -> Callable[[dict[str, Any]], bool | str | None]:
     """The handler of a worker: whether a program passes its tests.
 
@@ -116,16 +127,13 @@ def make_runner(seconds: float, memory_mb: int) -> Callable[[dict[str, Any]], bo
     """
 
     def handler(payload: dict[str, Any]) -> bool | str | None:
-        deadline = time.monotonic() + seconds
-
-        def limits() -> dict[str, Any]:
-            return {"seconds": max(0.01, deadline - time.monotonic()), "memory_mb": memory_mb}
-
         program = payload["program"]
+        limits: Any = {"seconds": seconds, "memory_mb": memory_mb}
         try:
-            if payload["pairs"]:
-                return all(printed(run(program, given, **limits()), wanted) for given, wanted in payload["pairs"])
-            return passes(program, payload, **limits())
+            if pairs := payload["pairs"]:
+                with closing(runs(program, [given for given, _ in pairs], **limits)) as ran:
+                    return all(map(printed, ran, [wanted for _, wanted in pairs]))
+            return passes(program, payload, **limits)
         except TimeoutError:
             return None
         except UnsupportedTestsError as error:

@@ -9,7 +9,8 @@ cannot see this process. They get
 - a user id that nothing else has where root started it, no privileges, and limits.
 
 A job is a line of JSON from descriptor JOB, one of
-{"run": source}: the source is run as a script;
+{"run": source, "inputs": [text]}: the source is run as a script on each input, each time in a process of its own, and
+how each one ended and what it printed is written to descriptor VERDICT, a line of JSON for each;
 {"serve": source}: the source is loaded as a module, and descriptor PEER asks for its functions, see `remote.py`;
 {"judge": ...}: tests ask PEER, and their verdict is written to descriptor VERDICT, see `judge.py`.
 """
@@ -39,7 +40,7 @@ MAX_FILE = 2**24
 TEMPORARY = b"size=67108864,mode=1777"
 NEW_MOUNTS, NEW_USER, NEW_PIDS, NEW_NETWORK, NEW_IPC = 0x20000, 0x10000000, 0x20000000, 0x40000000, 0x8000000
 READ_ONLY, NO_SETUID, NO_DEVICES, REMOUNT, BIND, RECURSIVE, PRIVATE, DETACH = 1, 2, 4, 32, 4096, 16384, 1 << 18, 2
-NO_NEW_PRIVILEGES, DROP_BOUNDING, LAST_CAPABILITY = 38, 24, 63
+DUMPABLE, NO_NEW_PRIVILEGES, DROP_BOUNDING, LAST_CAPABILITY = 4, 38, 24, 63
 SYSTEM = "/usr", "/lib", "/lib64", "/bin"
 DEVICES = "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"
 
@@ -268,7 +269,9 @@ def do(job: dict[str, Any]) -> int:
         with os.fdopen(VERDICT, "w") as out:
             json.dump(verdict, out)
         return 0
-    os.close(VERDICT)
+    if "serve" in job:
+        os.close(VERDICT)
+        os.dup2(os.memfd_create("output"), 1)  # which nobody reads, and which is limited in size
     with open("program.py", "w", encoding="utf-8", errors="surrogatepass") as file:
         file.write(job["run"] if "run" in job else job["serve"])
     sys.argv = ["program.py"]
@@ -276,12 +279,43 @@ def do(job: dict[str, Any]) -> int:
     if "run" in job:
         import runpy
 
-        runpy.run_path("program.py", run_name="__main__")
+        if fork_for_each(job["inputs"]):
+            runpy.run_path("program.py", run_name="__main__")
         return 0
     from remote import serve
 
     serve(PEER)
     os._exit(0)  # nothing that the program leaves running matters any more
+
+
+def fork_for_each(inputs: list[str]) -> bool:
+    """Forks for each input. The new process gets True; this one waits for its end and writes down what it did."""
+    libc.prctl(DUMPABLE, 0, 0, 0, 0)  # the program, which is of the same user, does not look into this process
+    for text in inputs:
+        files = [os.memfd_create(name) for name in ("input", "output")]
+        os.write(files[0], text.encode(errors="replace"))
+        os.lseek(files[0], 0, os.SEEK_SET)
+        program = os.fork()
+        if program == 0:
+            os.close(VERDICT)
+            libc.prctl(DUMPABLE, 1, 0, 0, 0)
+            for descriptor, file in enumerate(files):
+                os.dup2(file, descriptor)
+                os.close(file)
+            return True
+        code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)  # what it started and left running
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.wait()
+        output = os.pread(files[1], MAX_FILE, 0).decode(errors="replace")
+        for file in files:
+            os.close(file)
+        line = json.dumps({"code": code, "output": output}).encode() + b"\n"
+        while line:
+            line = line[os.write(VERDICT, line) :]
+    return False
 
 
 if __name__ == "__main__":

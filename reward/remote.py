@@ -1,8 +1,8 @@
 """Objects of a program in another process: what its functions get and return travels as values, all else stays there.
 
-Values are None, numbers, text, bytes and the containers of them; subclasses travel as what they derive from, so a value
-that arrives compares as Python's own types do. Any other object is named by a number and asked for by its owner. The
-standard library only: this runs in the sandbox.
+Values are None, numbers, text, bytes and the containers of them; what derives from them in a library travels as what it
+derives from, so a value that arrives compares as Python's own types do. Any other object, and one of the program's own
+classes, is named by a number and asked for by its owner. The standard library only: this runs in the sandbox.
 """
 
 from __future__ import annotations
@@ -42,12 +42,16 @@ ARITHMETIC = (
 OPERATORS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, f"__{name}__") for name in ARITHMETIC},
     **{f"r{name}": lambda a, b, name=name: getattr(operator, f"__{name}__")(b, a) for name in ARITHMETIC},
-    **{name: getattr(operator, f"__{name}__") for name in ("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert")},
+    **{name: getattr(operator, f"__{name}__") for name in ("neg", "pos", "abs", "invert")},
     **{name: getattr(operator, f"__{name}__") for name in ("getitem", "setitem", "delitem", "contains")},
-    **{"len": len, "next": next, "iter": iter, "str": str, "repr": repr, "bool": bool},
+    **{"len": len, "next": next, "iter": iter, "str": str, "repr": repr, "bool": bool, "hash": hash},
     **{"enter": lambda a: a.__enter__(), "exit": lambda a, *error: a.__exit__(*error)},
 }
 """What an action with the name of a special method does."""
+COMPARISONS = {name: getattr(operator, name) for name in ("eq", "lt", "le", "gt", "ge")}
+USUAL = "bisect", "collections", "functools", "heapq", "itertools", "typing"
+"""Modules whose names a program has, as the sites of such tasks have them; these and MORE are there as modules, too."""
+MORE = "copy", "math", "operator", "re", "string", "sys"
 
 
 class Unsupported(BaseException):  # tests that catch exceptions do not catch it
@@ -63,14 +67,20 @@ class Ended(BaseException):
 
 def serve(descriptor: int) -> None:
     """Loads /tmp/program.py as the module `solution` and answers requests until the other side is gone."""
-    import typing
-
     sys.set_int_max_str_digits(0)
     channel = socket.socket(fileno=descriptor).makefile("rwb")
-    usual = {name: getattr(typing, name) for name in typing.__all__}  # as the sites of such tasks have them
+    usual: dict[str, Any] = {}
+    for name in (*USUAL, *MORE):
+        usual[name] = importlib.import_module(name)
+        usual |= {key: value for key, value in vars(usual[name]).items() if name in USUAL and not key.startswith("_")}
     solution = load("solution", "/tmp/program.py", usual)
-    objects: list[Any] = [solution]
-    reply: Any = {name: _kind(value) for name, value in vars(solution).items() if not name.startswith("__")}
+    objects = Objects()
+    objects.number(solution)
+    reply: Any = {
+        name: _kind(value)
+        for name, value in vars(solution).items()
+        if not name.startswith("__") and (isinstance(value, types.ModuleType) or value is not usual.get(name))
+    }
     while True:
         channel.write(json.dumps(reply).encode() + b"\n")
         channel.flush()
@@ -100,7 +110,21 @@ def _kind(value: Any) -> str:
     return "value"
 
 
-def _answer(request: list[Any], objects: list[Any]) -> dict[str, Any]:
+class Objects(list[Any]):
+    """The objects that the other process knows by their number; one object has one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: dict[int, int] = {}
+
+    def number(self, value: Any) -> int:
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self)
+            self.append(value)
+        return self._numbers[id(value)]
+
+
+def _answer(request: list[Any], objects: Objects) -> dict[str, Any]:
     """The result of a request: `get` an attribute, `call`, or an operator, of an object by its number."""
     action, number, *operands = request
     try:
@@ -113,8 +137,10 @@ def _answer(request: list[Any], objects: list[Any]) -> dict[str, Any]:
             value = None
         elif action == "call":
             value = target(*given[0], **given[1])
-        elif action == "eq":
-            value = bool(target == given[0])
+        elif action == "plain":
+            return {"value": encoded(target, objects, of_program=False), "changed": []}
+        elif action in COMPARISONS:
+            value = bool(COMPARISONS[action](target, given[0]))
         else:
             value = OPERATORS[action](target, *given)
         changed = [encoded(operand, objects) for operand in given]
@@ -126,12 +152,17 @@ def _answer(request: list[Any], objects: list[Any]) -> dict[str, Any]:
 # Values -----------------------------------------------------------------------------------------------------------
 
 
-def encoded(value: Any, objects: list[Any]) -> Any:
-    """A value as JSON types: itself, or [name of its type, content]. Others are added to `objects` and named."""
+def encoded(value: Any, objects: Objects, of_program: bool = True) -> Any:
+    """A value as JSON types: itself, or [name of its type, content]. Others are added to `objects` and named.
+
+    Args: of_program: whether a value whose class is the program's is an object.
+    """
     if value is None or value is True or value is False:
         return value
     if isinstance(value, Remote):
         return ["object", value._number]
+    if of_program and type(value).__module__ == "solution":
+        return ["object", objects.number(value), type(value).__name__, "solution"]
     for kind, written in PLAIN.items():
         if isinstance(value, kind):
             return [kind.__name__, written(value)]
@@ -146,8 +177,7 @@ def encoded(value: Any, objects: list[Any]) -> Any:
     if type(value).__module__ == "numpy":
         content = encoded(value.tolist(), objects)
         return ["numpy", [content, str(value.dtype)]] if value.ndim else content
-    objects.append(value)
-    return ["object", len(objects) - 1, type(value).__name__, type(value).__module__]
+    return ["object", objects.number(value), type(value).__name__, type(value).__module__]
 
 
 def decoded(content: Any, named: Callable[..., Any]) -> Any:
@@ -181,6 +211,8 @@ class Peer:
         self._channel = socket.socket(fileno=descriptor).makefile("rwb")
         self._errors: dict[str, type[Exception]] = {}
         self._classes: dict[str, Kind] = {}
+        self._remotes: dict[int, Remote] = {}
+        self._attributes: deque[tuple[Any, Any]] = deque(maxlen=8)  # containers that were asked for, and their content
 
     def module(self) -> types.ModuleType:
         """The module `solution`, whose names stand for those of the program. Raises Ended if it could not be loaded."""
@@ -202,6 +234,8 @@ class Peer:
 
     def ask(self, action: str, number: int, *operands: Any) -> Any:
         """The result of an action on an object of the program. Raises what the program raised, Unsupported, Ended."""
+        if any(encoded(value, _Unknown()) != content for value, content in self._attributes):
+            raise Unsupported("the tests change a container that is an attribute of the program's")
         sent = [encoded(operand, _Unknown()) for operand in operands]
         try:
             self._channel.write(json.dumps([action, number, *sent]).encode() + b"\n")
@@ -218,7 +252,10 @@ class Peer:
             raise raised
         for operand, now in zip(operands, reply["changed"], strict=True):
             update(operand, decoded(now, self._named))
-        return decoded(reply["value"], self._named)
+        value = decoded(reply["value"], self._named)
+        if action == "get" and isinstance(value, list | dict | set):
+            self._attributes.append((value, encoded(value, _Unknown())))
+        return value
 
     def _receive(self) -> Any:
         line = self._channel.readline(2**26)
@@ -228,25 +265,26 @@ class Peer:
             raise Ended from None
 
     def _named(self, number: int, name: str, module: str) -> Remote:
-        made: Any = self._class(name, module)
-        remote: Remote = object.__new__(made)
-        object.__setattr__(remote, "_number", number)
-        return remote
+        if number not in self._remotes:
+            made: Any = self._class(name, module)
+            self._remotes[number] = object.__new__(made)
+            object.__setattr__(self._remotes[number], "_number", number)
+        return self._remotes[number]
 
     def _class(self, name: str, module: str) -> Kind:
         key = f"{module}.{name}"
         if key not in self._classes:
-            self._classes[key] = Kind(name, (Remote,), {"_peer": self, "_origin": None})
+            self._classes[key] = Kind(name, (Remote,), {"_peer": self, "_origin": None, "__doc__": DOC})
         return self._classes[key]
 
     def _error(self, name: str) -> type[Exception]:
         return self._errors.setdefault(name, type(name, (Exception,), {}))
 
 
-class _Unknown(list):
+class _Unknown(Objects):
     """Objects of the tests, which do not travel."""
 
-    def append(self, value: Any) -> None:
+    def number(self, value: Any) -> int:
         raise Unsupported(f"the tests pass a {type(value).__name__} to the program")
 
 
@@ -288,12 +326,23 @@ class Remote(metaclass=Kind):
     def __setattr__(self, name: str, value: Any) -> None:
         self._peer.ask("set", self._number, name, value)
 
-    def __eq__(self, other: Any) -> bool:
-        """As the program says for two of its objects; one of them equals no value of the tests."""
-        return isinstance(other, Remote) and self._peer.ask("eq", self._number, other)
+    def _plain(self) -> Any:
+        """The value that an object of a class such as `class Stack(list)` derives from; else the object."""
+        return self._peer.ask("plain", self._number)
 
-    def __hash__(self) -> int:
-        return self._number
+
+def _compared(name: str) -> Callable[..., Any]:
+    """A comparison. The program decides it for two of its objects. With a value only what the object derives from is
+    compared, as else the program would decide what is right.
+    """
+
+    def compared(self: Remote, other: Any) -> Any:
+        if isinstance(other, Remote):
+            return self._peer.ask(name, self._number, other)
+        plain = self._plain()
+        return NotImplemented if isinstance(plain, Remote) else COMPARISONS[name](plain, other)
+
+    return compared
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
@@ -302,6 +351,9 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 for _name in OPERATORS:
     setattr(Remote, f"__{_name}__", _forwarded(_name))
+for _name in COMPARISONS:
+    setattr(Remote, f"__{_name}__", _compared(_name))
+DOC = property(lambda self: self._peer.ask("get", self._number, "__doc__"))
 
 
 def update(value: Any, now: Any) -> None:

@@ -8,8 +8,8 @@ import select
 import socket
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +21,7 @@ from specrl.reward import confined
 SCRIPT = Path(confined.__file__)
 GRACE_S = 5.0
 """Seconds after its deadline in which a process must have ended."""
-MAX_VERDICT = 2**16
+MAX_LINE = 8 * confined.MAX_FILE
 
 
 class NotConfinedError(RuntimeError):
@@ -37,7 +37,7 @@ class Ran:
     """How a program ended."""
 
     code: int
-    """Exit status; 128 and more for a signal."""
+    """Exit status; negative for a signal."""
     output: str
     """What it printed, up to `confined.MAX_FILE` bytes."""
 
@@ -49,33 +49,26 @@ class Confined:
         job: see `confined.py`.
         seconds: of wall clock, and about as many of processor time.
         memory_mb: address space of each of its processes; 0 is unlimited.
-        stdin: what it reads.
         peer: a socket to the other process; None if there is none.
     """
 
-    def __init__(
-        self, job: dict[str, Any], seconds: float, memory_mb: int, stdin: str = "", peer: socket.socket | None = None
-    ):
+    def __init__(self, job: dict[str, Any], seconds: float, memory_mb: int, peer: socket.socket | None = None):
         self._seconds = seconds
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed at the end of the `with` block
         job_end, self._job = os.pipe()
         self._verdict, verdict_end = os.pipe()
         lifeline_end, self._lifeline = os.pipe()
         ends = [job_end, verdict_end, lifeline_end]
         peer_end = peer.fileno() if peer else lifeline_end
         try:
-            with tempfile.TemporaryFile() as given:
-                given.write(stdin.encode(errors="replace"))
-                given.seek(0)
-                self._process = subprocess.Popen(
-                    [sys.executable, "-I", str(SCRIPT), str(seconds), str(memory_mb), *map(str, [*ends, peer_end])],
-                    stdin=given,
-                    stdout=self._output,
-                    stderr=subprocess.DEVNULL,
-                    env={"PATH": os.defpath, "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
-                    pass_fds={*ends, peer_end},
-                    start_new_session=True,
-                )
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", str(SCRIPT), str(seconds), str(memory_mb), *map(str, [*ends, peer_end])],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={"PATH": os.defpath, "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+                pass_fds={*ends, peer_end},
+                start_new_session=True,
+            )
         finally:
             for end in ends:
                 os.close(end)
@@ -89,30 +82,39 @@ class Confined:
         os.close(self._lifeline)  # it kills what it started and ends
         self._process.wait(GRACE_S)
         os.close(self._verdict)
-        self._output.close()
 
-    def wait(self) -> tuple[Ran, bytes]:
-        """How it ended, and its verdict. Raises TimeoutError, NotConfinedError."""
+    def lines(self) -> Iterator[bytes]:
+        """The lines of its verdict as they come. Raises TimeoutError, NotConfinedError."""
         deadline = time.monotonic() + self._seconds + GRACE_S
-        verdict = b""
+        read = b""
         while select.select([self._verdict], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            part = os.read(self._verdict, MAX_VERDICT)
-            verdict += part
-            if not part or len(verdict) > MAX_VERDICT:
+            part = os.read(self._verdict, 2**16)
+            *whole, read = (read + part).split(b"\n") if b"\n" in part else (read + part,)
+            yield from whole
+            if not part or len(read) > MAX_LINE:
                 break
         code = self._process.wait(max(0.1, deadline - time.monotonic()))
         if code == confined.TOO_LONG:
             raise TimeoutError(f"the program ran for more than {self._seconds:g} s")
         if code == confined.NOT_CONFINED:
-            raise NotConfinedError(verdict.decode(errors="replace"))
-        self._output.seek(0)
-        return Ran(code, self._output.read(confined.MAX_FILE).decode(errors="replace")), verdict
+            raise NotConfinedError(read.decode(errors="replace"))
+        if read:
+            yield read
+
+
+def runs(program: str, inputs: Sequence[str], *, seconds: float, memory_mb: int) -> Generator[Ran, None, None]:
+    """Runs a Python program on one input after the other, all in `seconds`. Raises TimeoutError, NotConfinedError."""
+    with Confined({"run": program, "inputs": [*inputs]}, seconds, memory_mb) as process:
+        lines = process.lines()
+        for _ in inputs:
+            found = json.loads(next(lines, b'{"code": 1, "output": ""}'))
+            yield Ran(found["code"], found["output"])
 
 
 def run(program: str, stdin: str = "", *, seconds: float, memory_mb: int) -> Ran:
     """Runs a Python program that reads `stdin`. Raises TimeoutError, NotConfinedError."""
-    with Confined({"run": program}, seconds, memory_mb, stdin) as process:
-        return process.wait()[0]
+    (ran,) = runs(program, [stdin], seconds=seconds, memory_mb=memory_mb)
+    return ran
 
 
 def passes(program: str, tests: dict[str, Any], *, seconds: float, memory_mb: int) -> bool:
@@ -133,11 +135,10 @@ def passes(program: str, tests: dict[str, Any], *, seconds: float, memory_mb: in
     ):
         ours.close()  # so that one process sees the other's end
         theirs.close()
-        verdict = judge.wait()[1]
-    try:
-        found = json.loads(verdict)
-    except ValueError:
+        verdict = next(judge.lines(), b"")
+    if not verdict:
         return False  # out of memory, for example; the tests are those of the row, and what they got is the program's
+    found = json.loads(verdict)
     if "unsupported" in found:
         raise UnsupportedTestsError(found["unsupported"])
     return found["passed"] is True

@@ -8,8 +8,10 @@ from __future__ import annotations
 import ast
 import builtins
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import dedent
 from typing import Any
 
 from markdown_it import MarkdownIt
@@ -17,8 +19,11 @@ from markdown_it import MarkdownIt
 TESTS = (
     *("tests", "test_list", "test", "test_cases", "unit_tests", "input_output", "verification_info", "private_tests"),
     *("private_test_cases", "official_tests", "public_tests", "public_test_cases", "generated_tests"),
+    *("inputs", "reward_model", "ground_truth"),
 )
-"""Columns with tests in any form; else `inputs` and `outputs`."""
+"""Columns with tests in any form; `inputs` goes with `outputs`."""
+INSIDE = "test_cases", "ground_truth"
+"""Keys of an object under which its tests are."""
 SETUP = "test_setup_code", "test_imports"
 """Columns with Python code that runs before the tests."""
 FORMS = (
@@ -27,7 +32,8 @@ FORMS = (
     "of a function; any of them also as JSON text"
 )
 NAMES = "fn_name", "func_name", "function_name"
-PYTHON = "python", "python3", "py"
+PYTHON = "python", "py"
+"""Languages of blocks, without what follows the letters: `python3`, `{.python}`, `python title=x`."""
 MODULES = "solution", "main", "your_module"
 """Names by which tests import the program, also in `judge.py`."""
 
@@ -60,23 +66,26 @@ def unit_tests(fields: Mapping[str, Any]) -> UnitTests:
     Raises:
         ValueError: there are none, they have no known form, or nothing in them can fail.
     """
-    name = _name_in(fields)
-    column = next((column for column in TESTS if fields.get(column)), None)
-    if column is not None:
-        value = fields[column]
-    elif fields.get("inputs"):
-        column = "inputs"
-        value = {"inputs": fields["inputs"], "outputs": fields.get("outputs") or []}
-    else:
+    entry = str(fields.get("entry_point") or "")
+    column = next((column for column in TESTS if _filled(fields.get(column))), None)
+    if column is None:
         raise ValueError(
             f"the code reward found no unit tests in the columns {', '.join(fields) or '(none)'}. It needs one of "
-            f"{', '.join(TESTS)}, or inputs and outputs"
+            f"{', '.join(TESTS)}"
         )
+    value = fields[column]
+    if column == "inputs":
+        value = {"inputs": value, "outputs": fields.get("outputs") or []}
     setup = "\n".join(line for key in SETUP if fields.get(key) for line in _lines(fields[key]))
     try:
-        return _recognised(_decoded(value), name, str(fields.get("entry_point") or ""), setup)
-    except (ValueError, SyntaxError, KeyError) as error:
+        return _recognised(_decoded(value), _name_in(fields) or entry, entry, setup)
+    except (ValueError, SyntaxError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"the tests in column {column} cannot be run: {error}. Known forms: {FORMS}") from None
+
+
+def _filled(value: Any) -> bool:
+    """Whether there is something in a column; in lists of an object, too."""
+    return any(map(_filled, value.values())) if isinstance(value, Mapping) else bool(value)
 
 
 def _decoded(value: Any) -> Any:
@@ -87,7 +96,7 @@ def _decoded(value: Any) -> Any:
     for read in (json.loads, ast.literal_eval):
         try:
             return read(text)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
     return value
 
@@ -95,20 +104,26 @@ def _decoded(value: Any) -> Any:
 def _recognised(value: Any, name: str, entry: str, setup: str) -> UnitTests:
     if isinstance(value, str):
         return _source([value], entry, setup)
-    if isinstance(value, Sequence) and value and all(isinstance(part, str) for part in value):
+    if isinstance(value, Sequence):
+        value = [_decoded(part) for part in value]
+    if isinstance(value, list) and value and all(isinstance(part, str) for part in value):
         return _source(value, entry, setup)
-    if isinstance(value, Mapping) and "test_cases" in value:
-        return _recognised(_decoded(value["test_cases"]), name or _name_in(value), entry, setup)
-    if isinstance(value, Sequence) and value and all(isinstance(part, Mapping) for part in value):
-        name = name or next(filter(None, map(_name_in, value)), "")
-        if not name and any("functional" in str(part.get("testtype", part.get("type", ""))) for part in value):
+    inside = next((key for key in INSIDE if key in value), None) if isinstance(value, Mapping) else None
+    if inside:
+        return _recognised(_decoded(value[inside]), _name_in(value) or name, entry, setup)
+    if isinstance(value, list) and value and all(isinstance(part, Mapping) for part in value):
+        name = next(filter(None, map(_name_in, value)), name)
+        kinds = {str(part.get("testtype") or part.get("type") or "") for part in value}
+        if all(kind.startswith("stdin") for kind in kinds):
+            name = ""
+        if not name and any(kind.startswith("function") for kind in kinds):
             raise ValueError(f"they call a function, and nothing names it, such as {NAMES[0]}")
         pairs = [(part["input"], part["output"]) for part in value]
-    elif isinstance(value, Sequence) and value and all(isinstance(p, list | tuple) and len(p) == 2 for p in value):
+    elif isinstance(value, list) and value and all(isinstance(p, list | tuple) and len(p) == 2 for p in value):
         pairs = [(given, wanted) for given, wanted in value]
     elif isinstance(value, Mapping) and ({"inputs", "outputs"} <= value.keys() or {"input", "output"} <= value.keys()):
         plural = "s" if "inputs" in value else ""
-        name = name or _name_in(value)
+        name = _name_in(value) or name
         inputs = _decoded(value[f"input{plural}"])
         outputs = _decoded(value[f"output{plural}"])
         if not inputs or isinstance(inputs, str) or isinstance(outputs, str) or len(inputs) != len(outputs):
@@ -118,7 +133,7 @@ def _recognised(value: Any, name: str, entry: str, setup: str) -> UnitTests:
         raise ValueError(f"{json.dumps(value, default=str)[:80]} is no form of tests")
     if name:
         calls = [(_arguments(given), _expected(wanted, given)) for given, wanted in pairs]
-        return UnitTests(function=name, calls=tuple(calls))
+        return UnitTests(function=name.rpartition(".")[2], calls=tuple(calls))
     texts = [("\n".join(_lines(given)), "\n".join(_lines(wanted))) for given, wanted in pairs]
     return UnitTests(pairs=tuple(texts))
 
@@ -139,16 +154,26 @@ def _lines(value: Any) -> list[str]:
 
 
 def _arguments(given: Any) -> list[Any]:
-    """The arguments of a call: a list, or text with a JSON value on each line."""
-    if isinstance(given, str):
+    """The arguments of a call: a list, or text with a JSON value on each line, or `name = value, ...`."""
+    if not isinstance(given, str):
+        if not isinstance(given, list | tuple):
+            raise ValueError(f"{json.dumps(given, default=str)[:80]} is no list of arguments")
+        return list(given)
+    try:
         return [json.loads(line) for line in given.split("\n") if line.strip()]
-    if not isinstance(given, list | tuple):
-        raise ValueError(f"{json.dumps(given, default=str)[:80]} is no list of arguments")
-    return list(given)
+    except ValueError:
+        call: Any = ast.parse(f"f({given})", mode="eval").body
+    return [ast.literal_eval(part) for part in (*call.args, *(keyword.value for keyword in call.keywords))]
 
 
 def _expected(wanted: Any, given: Any) -> Any:
-    return json.loads(wanted) if isinstance(wanted, str) and isinstance(given, str) else wanted
+    """What a call has to return: a value, or where the arguments are text, text that stands for one."""
+    if not isinstance(wanted, str) or not isinstance(given, str):
+        return wanted
+    try:
+        return json.loads(wanted)
+    except ValueError:
+        return ast.literal_eval(wanted)
 
 
 def _source(parts: Sequence[str], entry: str, setup: str) -> UnitTests:
@@ -161,6 +186,11 @@ def _source(parts: Sequence[str], entry: str, setup: str) -> UnitTests:
     for node in (inner for outer in tree.body for inner in (outer, *getattr(outer, "body", ()))):
         if isinstance(node, ast.FunctionDef) and (node.name.startswith(("setup", "teardown")) or _has_fixtures(node)):
             raise ValueError(f"{node.name} needs pytest, which does not run here")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            raise ValueError("they import the program from a package, and it is the module solution")
+        if _in_process(node):
+            raise ValueError(f"{ast.unparse(node)} acts on the process that runs it, and the program runs in another")
     if not any(map(_can_fail, ast.walk(tree))):
         raise ValueError("nothing in them can fail, such as an assertion")
     return UnitTests(source=source, entry=entry if checks and not called else "")
@@ -170,6 +200,13 @@ def _has_fixtures(node: ast.FunctionDef) -> bool:
     """Whether a test function has parameters that only pytest gives, or that decorators of pytest fill in."""
     parameters = [argument.arg for argument in node.args.args if argument.arg != "self"]
     return node.name.startswith("test") and len(parameters) > len(node.args.defaults)
+
+
+def _in_process(node: ast.AST) -> bool:
+    """Whether it replaces what a program prints to, reads from or calls."""
+    name = getattr(node, "id", getattr(node, "attr", ""))
+    is_stream = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and name in ("stdin", "stdout")
+    return is_stream or name in ("redirect_stdout", "redirect_stderr", "patch")
 
 
 def _can_fail(node: ast.AST) -> bool:
@@ -195,19 +232,33 @@ def _free_names(source: str) -> frozenset[str]:
 # The program -----------------------------------------------------------------------------------------------------
 
 
-def extract_program(text: str, tests: UnitTests) -> str:
+MARKDOWN = MarkdownIt("commonmark", {"html": False}).disable("code")
+"""A block of HTML would hide what follows it, and a fence that is indented by any width is one."""
+OPEN = re.compile(r"(?:^|\n)[ \t]*(?:`{3,}|~{3,})[^`\n]*\n?\Z")
+AFTER_TEXT = re.compile(r"(?:(?<=[^\W\d]|[:;,!?])|(?<=\w>))[ \t]?(?=```(?:python|py)\d?[ \t]*$)", re.MULTILINE | re.I)
+"""Where a fence shares a line with text before it, as in "The program: ```python"."""
+
+
+def extract_program(text: str, tests: UnitTests, prompt: str = "") -> str:
     """The program of a response: one of its blocks of code, or all of it without any.
 
     Blocks are read as Markdown reads them; those that are marked as Python are preferred. Of several the last one
     counts that defines what the tests call or, for a program that reads its input, reads it; else the last one that is
-    more than an expression, such as an output.
+    more than an expression, such as an output. What precedes the first fence is the program if it is code, or if the
+    prompt ends with the opening fence.
     """
-    markdown = MarkdownIt("commonmark", {"html": False})  # a block of HTML would hide what follows it
-    blocks = [token for token in markdown.parse(text) if token.type == "fence" and token.content.strip()]
+    text = text.replace("\r\n", "\n")
+    head = text.partition("\n```")[0]
+    tree = None if "```" in head else _parsed(head)
+    begun = OPEN.search(prompt) and not text.lstrip().startswith("```")
+    if begun or (tree is not None and _is_program(tree)):
+        return head
+    blocks = [token for token in MARKDOWN.parse(AFTER_TEXT.sub("\n", text)) if token.type == "fence"]
+    blocks = [token for token in blocks if token.content.strip()]
     if not blocks:
         return text.rstrip().removesuffix("```").removesuffix("~~~")
-    words = [(token.info.strip().lower().split() or [""])[0].strip("{}.,:") for token in blocks]
-    sources = [_closed(token.content) for token in blocks]
+    words = [re.split(r"[^a-z]", token.info.lower().strip("{}. "))[0] or token.info.strip() for token in blocks]
+    sources = [_closed(dedent(token.content)) for token in blocks]
     marked = [source for source, word in zip(sources, words, strict=True) if word in PYTHON]
     plain = [source for source, word in zip(sources, words, strict=True) if word in PYTHON or not word]
     for candidates, fits in ((plain, lambda tree: _answers(tree, tests)), (marked or sources, _is_program)):
@@ -236,7 +287,8 @@ def _answers(tree: ast.Module, tests: UnitTests) -> bool:
         reads = {"input", "stdin", "open"}
         used = [node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Load)]
         return any(getattr(node, "id", getattr(node, "attr", "")) in reads for node in used)
-    return not tests.needs.isdisjoint(_bound(tree))
+    usage = any(isinstance(node, ast.ImportFrom) and node.module in MODULES for node in ast.walk(tree))
+    return not usage and not tests.needs.isdisjoint(_bound(tree))
 
 
 def _bound(tree: ast.AST) -> set[str]:

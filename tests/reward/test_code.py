@@ -5,13 +5,17 @@ from contextlib import closing
 
 import pytest
 
+from specrl.reward import sandbox
 from specrl.reward.base import Sample
-from specrl.reward.code import CodeReward
+from specrl.reward.code import CodeReward, make_runner
 from specrl.reward.config import RewardConfig
 from specrl.reward.loading import load_rewards
 from specrl.reward.unit_tests import UnitTests, extract_program, unit_tests
 
-RIGHT = "def double(x):\n    return 2 * x\n\nclass Solver:\n    def double(self, x):\n        return double(x)"
+RIGHT = (
+    "def double(x):\n    return 2 * x if x.__class__ is int else {1: 2 * x[1]}\n\n"
+    "class Solver:\n    def double(self, x):\n        return double(x)"
+)
 WRONG = RIGHT.replace("2 * x", "3 * x")
 READS = "print(2 * int(input()))"
 ASSERTS = ["assert double(2) == 4", "assert double(0) == 0"]
@@ -21,6 +25,8 @@ CLASS = (
     "import unittest\nfrom solution import double\nclass TestIt(unittest.TestCase):\n"
     "    def test_it(self):\n        self.assertEqual(double(2), 4)\n"
 )
+USES = "from solution import double\n"
+NOTHING = "that defines their functions to do nothing"
 FUNCTIONS = {
     "a list": {"test_list": ASSERTS},
     "text": {"tests": "\n".join(ASSERTS)},
@@ -45,6 +51,11 @@ FUNCTIONS = {
     "another module's name": {"tests": "from your_module import double as d\nassert d(3) == 6\n"},
     "unittest.main": {"tests": CLASS + "unittest.main()"},
     "objects of calls": {"tests": [{"input": [2], "output": 4, "fn_name": "double"}]},
+    "calls of an entry point": {
+        "input_output": [{"input": "x = 2", "output": "4"}],
+        "entry_point": "Solver().double",
+    },
+    "calls with numbers as keys": {"inputs": [[{"1": 2}]], "outputs": [{"1": 4}], "fn_name": "double"},
 }
 PROGRAMS = {
     "pairs": PAIRS,
@@ -61,6 +72,13 @@ PROGRAMS = {
         )
     },
     "JSON text of objects": {"tests": json.dumps([{"input": "2\n", "output": "4\n"}])},
+    "JSON texts": {"tests": [json.dumps({"input": "2\n", "output": "4\n"})]},
+    "a ground truth": {"reward_model": {"style": "rule", "ground_truth": json.dumps(PAIRS)}},
+    "an empty column before": {
+        "private_tests": {"input": [], "output": []},
+        "public_tests": {"input": [2], "output": [4]},
+    },
+    "pairs beside an entry point": {"entry_point": "main", "tests": [{"input": "2", "output": "4", "type": "stdin"}]},
 }
 UNKNOWN = {
     "no column": ({"level": "easy"}, "no unit tests in the columns level"),
@@ -84,6 +102,25 @@ UNKNOWN = {
         "derive Mine from a class",
     ),
     "an empty program passes": ({"tests": "def run():\n    assert double(2) == 4\n"}, "an empty program passes"),
+    "nothing calls it": ({"tests": f"{USES}def run():\n    assert double(2) == 4\n"}, NOTHING),
+    "a main program": ({"tests": f"{USES}if __name__ == '__main__':\n    assert double(2) == 4\n"}, NOTHING),
+    "nothing awaits it": ({"tests": f"{USES}async def test_it():\n    assert double(2) == 4\n"}, NOTHING),
+    "a generator": ({"tests": f"{USES}def test_it():\n    yield\n    assert double(2) == 4\n"}, NOTHING),
+    "skipped": ({"tests": CLASS.replace("class", "@unittest.skip('')\nclass")}, NOTHING),
+    "failures are caught": ({"tests": f"{USES}try:\n    assert double(2) == 4\nexcept Exception: pass\n"}, NOTHING),
+    "what is printed": (
+        {"tests": "from contextlib import redirect_stdout\nwith redirect_stdout(out):\n    assert double(2)"},
+        "acts on the process",
+    ),
+    "what is read": ({"tests": "import sys\nsys.stdin = open('a')\nassert double(2) == 4"}, "acts on the process"),
+    "a patch": ({"tests": "@patch('builtins.input')\ndef test_it(): assert double(2)"}, "acts on the process"),
+    "a package": ({"tests": "from .solution import double\nassert double(2) == 4"}, "from a package"),
+    "no lists": ({"inputs": 5, "outputs": 6}, "cannot be run"),
+    "deep JSON": ({"tests": "[" * 100_000}, "cannot be run"),
+    "a function without a name, in other words": (
+        {"tests": [{"input": [1], "output": 2, "type": "function_call"}]},
+        "call a function, and nothing names it",
+    ),
     "wanted output is empty": ({"inputs": ["2"], "outputs": ["\n"]}, "an empty program passes"),
 }
 
@@ -176,10 +213,24 @@ READ = UnitTests(pairs=(("2", "4"),))
         (block(READS, "") + "\nOutput:\n" + block("4", ""), READ, READS),
         (f"```python\n{READS}", READ, READS),
         (f"```python\n{READS}\n``` And so on.", READ, READS),
+        (f"- So:\n\n          ```python\n          {READS}\n          ```", READ, READS),
+        (f"```python\n    {READS}\n```", READ, READS),
+        (f"<answer>```python\n{READS}\n```</answer>", READ, READS),
+        (f"The program: ```python\n{READS}\n```", READ, READS),
+        (f"{READS}\n```\nIt doubles.\n{block('print(4)')}", READ, READS),
+        ("\n".join([block("x: int", "text"), block(READS, "python3.11"), block("print(4)", "c++")]), READ, READS),
+        (block(READS, "{.python #a}"), READ, READS),
+        (block(RIGHT) + "\nUse it:\n" + block(f"{USES}print(double(3))"), ASKS, RIGHT),
     ],
 )
 def test_the_program_of_a_response(text, tests, program):
     assert extract_program(text, tests).strip() == program
+
+
+def test_a_prompt_may_open_the_block():
+    text = f"double = 2 .__mul__\n```\nFor example\n{block(RIGHT)}"
+    assert extract_program(text, ASKS, "Write it.\n```python\n") == "double = 2 .__mul__"
+    assert extract_program(block(RIGHT), ASKS, "Write it.\n```python\n").strip() == RIGHT
 
 
 def test_names_that_tests_ask_for():
@@ -218,6 +269,8 @@ CHEATS = {
     "equals everything, of no module": ALWAYS + "Always.__module__ = 'builtins'\ndef double(x): return Always()",
     "a class made by type": "E = type('E', (), {'__eq__': lambda *_: True})\ndef double(x): return E()",
     "mock.ANY": "from unittest.mock import ANY\ndef double(x): return ANY",
+    "is less than everything": "class L:\n    def __sub__(self, other): return self\n"
+    "    def __abs__(self): return self\n    def __lt__(self, other): return True\ndef double(x): return L()",
     "differs from nothing": "class D:\n    def __sub__(self, other): return 0\ndef double(x): return D()",
     "replaces unittest": "import unittest\nunittest.TestCase.run = lambda s, r=None: r\n"
     "unittest.TestResult.wasSuccessful = lambda s: True\ndef double(x): return 0",
@@ -251,6 +304,13 @@ def test_programs_that_misbehave_or_cheat_score_0(reward, how, form):
 
 
 @pytest.mark.slow
+def test_what_is_less_than_everything_is_no_small_difference(reward):
+    fields = {"tests": "assert abs(double(2) - 4) < 1e-6"}
+    assert score(reward, CHEATS["is less than everything"], fields) == 0.0
+    assert score(reward, RIGHT, fields) == 1.0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [1, 124, 125, 137])
 def test_no_exit_status_of_a_program_is_a_failure_of_the_machine(reward, status):
     assert score(reward, block(f"import os\nprint(2 * int(input()), flush=True)\nos._exit({status})"), PAIRS) == 0.0
@@ -278,6 +338,65 @@ def test_what_a_program_changes_in_place_is_changed(reward):
 )
 def test_right_programs_may_print_and_define_what_they_like(reward, program):
     assert score(reward, program, FUNCTIONS["a list"]) == 1.0
+
+
+OWN_CLASSES = {
+    "a named tuple": (
+        "P = namedtuple('P', 'x y')\ndef make(): return P(1, RIGHT)",
+        "make().y == 2 and make() == (1, 2)",
+    ),
+    "a list of its own": (
+        "class Stack(list):\n    def put(self, x): self.append(x + RIGHT)",
+        "(s := Stack(), s.put(1))[0] == [3] and s[0] == 3 and len(s) == 1",
+    ),
+    "a cache": (
+        "class Cache(OrderedDict):\n    def put(self, key, value): self[key] = value * RIGHT",
+        "(c := Cache(), c.put('a', 2))[0]['a'] == 4 and c == {'a': 4}",
+    ),
+    "constants": (
+        "import enum\nclass C(enum.IntEnum):\n    A = RIGHT\ndef make(): return C.A",
+        "make() is C.A and C.A == 2",
+    ),
+    "objects that are ordered and hashed": (
+        "@total_ordering\nclass V:\n    def __init__(self, x): self.x = x\n"
+        "    def __eq__(self, o): return self.x == o.x\n    def __lt__(self, o): return self.x < RIGHT * o.x\n"
+        "    def __hash__(self): return hash(self.x)",
+        "V(3) < V(2) and {V(1): 2}[V(1)] == 2 and sorted([V(9), V(1)])[0].x == 1",
+    ),
+    "a document": ("def f():\n    'It is RIGHT.'", "f.__doc__ == 'It is 2.'"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", OWN_CLASSES)
+def test_classes_of_the_program_behave_as_they_are_written(reward, form):
+    program, test = OWN_CLASSES[form]
+    assert score(reward, block(program.replace("RIGHT", "2")), {"tests": f"assert {test}"}) == 1.0
+    assert score(reward, block(program.replace("RIGHT", "0")), {"tests": f"assert {test}"}) == 0.0
+
+
+@pytest.mark.slow
+def test_tests_that_change_an_attribute_say_nothing_about_the_program(reward):
+    program = "class Stack:\n    def __init__(self): self.items = []"
+    outcome = score(reward, block(program), {"tests": "s = Stack()\ns.items.append(1)\nassert s.items == [1]"})
+    assert isinstance(outcome, ValueError)
+    assert "change a container" in str(outcome)
+
+
+@pytest.mark.slow
+def test_all_pairs_of_a_row_take_one_sandbox_and_a_process_each(monkeypatch):
+    started = []
+    real = sandbox.subprocess.Popen
+    monkeypatch.setattr(
+        sandbox.subprocess, "Popen", lambda *args, **options: started.append(1) or real(*args, **options)
+    )
+    leaves = "import os\nif os.fork() == 0:\n    os.setsid()\n    import time\n    time.sleep(60)\nseen = []\n"
+    leaves += "seen.append(int(input()))\nprint(2 * seen[0], len(seen))"
+    pairs = [[str(number), f"{2 * number} 1"] for number in range(40)]
+    handler = make_runner(30.0, 512)
+    assert handler({"program": leaves, "pairs": pairs}) is True
+    assert handler({"program": leaves, "pairs": [*pairs, ["1", "3 1"]]}) is False
+    assert len(started) == 2
 
 
 @pytest.mark.slow
@@ -328,4 +447,4 @@ def test_a_row_is_tried_with_an_empty_program_once(reward, monkeypatch):
     fields = {"tests": "assert double(7) == 14"}
     for completion in (RIGHT, RIGHT, WRONG):
         score(reward, completion, fields)
-    assert [bool(payload["program"]) for payload in asked] == [False, True, True, True]
+    assert [payload["program"] for payload in asked] == ["def double(*values, **options): pass\n", RIGHT, RIGHT, WRONG]
