@@ -95,8 +95,8 @@ def fixed_costs() -> None:
     def calibrated(budget, passes, rows=0, width=0):
         calibrate(budget, [(tokens, cost(tokens, rows)) for tokens, _ in passes], rows, width)
 
-    def observed(budget, tokens, seconds, rows=0, width=0, emitted=0, asking=None):
-        observe(budget, tokens, cost(tokens, rows), rows, width, emitted, None if asking is None else ASK_S)
+    def observed(budget, tokens, seconds, rows=0, width=0, emitted=0, asking=None, **more):
+        observe(budget, tokens, cost(tokens, rows), rows, width, emitted, None if asking is None else ASK_S, **more)
 
     Budget.calibrate = calibrated  # type: ignore[method-assign]
     Budget.observe_pass = observed  # type: ignore[method-assign]

@@ -41,10 +41,10 @@ ARITHMETIC = (
 )
 OPERATORS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, f"__{name}__") for name in ARITHMETIC},
-    **{f"r{name}": lambda a, b, name=name: getattr(operator, f"__{name}__")(b, a) for name in ARITHMETIC},
     **{name: getattr(operator, f"__{name}__") for name in ("neg", "pos", "abs", "invert")},
     **{name: getattr(operator, f"__{name}__") for name in ("getitem", "setitem", "delitem", "contains")},
     **{"len": len, "next": next, "iter": iter, "str": str, "repr": repr, "bool": bool, "hash": hash},
+    **{"int": int, "float": float, "index": operator.index, "round": round},
     **{"enter": lambda a: a.__enter__(), "exit": lambda a, *error: a.__exit__(*error)},
 }
 """What an action with the name of a special method does."""
@@ -304,6 +304,8 @@ class Remote(metaclass=Kind):
 
     _peer: Peer
     _origin: Any
+    _made = False
+    """Whether the tests make objects of this class."""
     _number: int
 
     def __init_subclass__(cls) -> None:
@@ -311,6 +313,7 @@ class Remote(metaclass=Kind):
             raise Unsupported(f"the tests derive {cls.__name__} from a class of the program")
 
     def __new__(cls, *values: Any, **options: Any) -> Any:
+        cls._made = True
         return cls._origin(*values, **options)
 
     def __init__(self, *values: Any, **options: Any):
@@ -326,33 +329,48 @@ class Remote(metaclass=Kind):
     def __setattr__(self, name: str, value: Any) -> None:
         self._peer.ask("set", self._number, name, value)
 
+    def __contains__(self, value: Any) -> bool:
+        """The program decides it for its own objects, and for those of a class that the tests make objects of. For what
+        else a function returns the tests look through it, as else the program would decide what is right.
+        """
+        if isinstance(value, Remote) or self._made:
+            return self._peer.ask("contains", self._number, value)
+        return any(part == value for part in self._peer.ask("iter", self._number))
+
     def _plain(self) -> Any:
         """The value that an object of a class such as `class Stack(list)` derives from; else the object."""
         return self._peer.ask("plain", self._number)
-
-
-def _compared(name: str) -> Callable[..., Any]:
-    """A comparison. The program decides it for two of its objects. With a value only what the object derives from is
-    compared, as else the program would decide what is right.
-    """
-
-    def compared(self: Remote, other: Any) -> Any:
-        if isinstance(other, Remote):
-            return self._peer.ask(name, self._number, other)
-        plain = self._plain()
-        return NotImplemented if isinstance(plain, Remote) else COMPARISONS[name](plain, other)
-
-    return compared
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
     return lambda self, *operands: self._peer.ask(name, self._number, *operands)
 
 
-for _name in OPERATORS:
+def _on_values(name: str, is_right: bool = False) -> Callable[[Remote, Any], Any]:
+    """A comparison or arithmetic. The program does it for two of its objects. With a value it is done here on what the
+    object derives from, and fails if that is no value: else the program would decide what is right.
+
+    Args: is_right: whether the object is the right operand.
+    """
+    function = getattr(operator, f"__{name}__")
+
+    def result(self: Remote, other: Any) -> Any:
+        if isinstance(other, Remote):
+            return self._peer.ask(name, self._number, other)
+        plain = self._plain()
+        if isinstance(plain, Remote):
+            return NotImplemented
+        return function(other, plain) if is_right else function(plain, other)
+
+    return result
+
+
+for _name in OPERATORS.keys() - {*ARITHMETIC, "contains"}:
     setattr(Remote, f"__{_name}__", _forwarded(_name))
-for _name in COMPARISONS:
-    setattr(Remote, f"__{_name}__", _compared(_name))
+for _name in (*COMPARISONS, *ARITHMETIC):
+    setattr(Remote, f"__{_name}__", _on_values(_name))
+for _name in ARITHMETIC:
+    setattr(Remote, f"__r{_name}__", _on_values(_name, is_right=True))
 DOC = property(lambda self: self._peer.ask("get", self._number, "__doc__"))
 
 

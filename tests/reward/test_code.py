@@ -303,11 +303,46 @@ def test_programs_that_misbehave_or_cheat_score_0(reward, how, form):
     assert score(reward, RIGHT, FUNCTIONS[form]) == 1.0, "the worker goes on"
 
 
+NUMBERS = {
+    "differ from nothing": "class A:\n    __sub__ = __rsub__ = __abs__ = lambda *_: 0\ndef double(x): return A()",
+    "are less than everything": CHEATS["is less than everything"],
+    "are closed": "class A:\n    __sub__ = __rsub__ = lambda s, _: s\n    __abs__ = __bool__ = lambda _: False\n"
+    "def double(x): return A()",
+    "derive from int": "class A(int):\n    __sub__ = __rsub__ = __mod__ = lambda *_: 0\n"
+    "    __truediv__ = __contains__ = lambda *_: True\ndef double(x): return A(1)",
+    "remember": "class A:\n    def __sub__(self, other):\n        self.seen = other\n        return 0\n"
+    "last = A()\ndef double(x): return getattr(last, 'seen', last)",
+    "contain everything": "class A:\n    __contains__ = lambda *_: True\n    __iter__ = lambda _: iter([9])\n"
+    "def double(x): return A()",
+}
+AGAINST = {
+    "a tolerance": "assert abs(double(2) - 4) < 1e-6",
+    "a tolerance of unittest": "import unittest\nclass T(unittest.TestCase):\n"
+    "    def test(self): self.assertAlmostEqual(double(2), 4)",
+    "a difference": "assert double(2) - 4 == 0",
+    "no difference": "assert not double(2) - 4",
+    "a ratio": "assert double(2) / 4 == 1",
+    "a remainder": "assert double(2) % 4 == 0",
+    "members": "assert 4 in [*range(double(2)), double(2)] and double(2) in {4}",
+    "twice": "assert 4 - double(2) == 0\nassert double(2) == 4",
+}
+
+
 @pytest.mark.slow
-def test_what_is_less_than_everything_is_no_small_difference(reward):
-    fields = {"tests": "assert abs(double(2) - 4) < 1e-6"}
-    assert score(reward, CHEATS["is less than everything"], fields) == 0.0
+@pytest.mark.parametrize("how", AGAINST)
+def test_a_program_does_not_compute_with_what_it_should_return(reward, how):
+    fields = {"tests": AGAINST[how]}
     assert score(reward, RIGHT, fields) == 1.0
+    assert {name: score(reward, cheat, fields) for name, cheat in NUMBERS.items()} == dict.fromkeys(NUMBERS, 0.0)
+
+
+@pytest.mark.slow
+def test_what_a_function_returns_is_looked_through(reward):
+    fields = {"tests": "assert 4 in double(2) and 5 not in double(2)"}
+    assert score(reward, "def double(x): return [2 * x]", fields) == 1.0
+    own = "class A:\n    __iter__ = lambda _: iter([4])\ndef double(x): return A()"
+    assert score(reward, own, fields) == 1.0
+    assert score(reward, NUMBERS["contain everything"], {"tests": "assert 4 in double(2)"}) == 0.0
 
 
 @pytest.mark.slow
@@ -355,7 +390,12 @@ OWN_CLASSES = {
     ),
     "constants": (
         "import enum\nclass C(enum.IntEnum):\n    A = RIGHT\ndef make(): return C.A",
-        "make() is C.A and C.A == 2",
+        "make() is C.A and C.A == 2 and C.A + 1 == 3 and 7 % C.A == 1 and [0, 0, 1][C.A] and float(C.A) == 2.0",
+    ),
+    "operators between its objects": (
+        "class V:\n    def __init__(self, x): self.x = x\n    def __add__(self, o): return V(self.x + o.x)\n"
+        "    def __abs__(self): return self.x * RIGHT\n    def __contains__(self, x): return x == self.x * RIGHT",
+        "abs(V(1) + V(2)) == 6 and 6 in V(3) and 5 not in V(3)",
     ),
     "objects that are ordered and hashed": (
         "@total_ordering\nclass V:\n    def __init__(self, x): self.x = x\n"
