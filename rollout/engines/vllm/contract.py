@@ -74,6 +74,7 @@ _V2 = {
         "self hidden_states sample_src_positions idx_mapping temperature seeds draft_step draft_logits spec_step_idx"
     ),
     f"{_GPU}spec_decode.speculator:DraftModelSpeculator.compute_draft_logits": "self hidden_states spec_step_idx",
+    f"{_GPU}spec_decode.standalone_ar.speculator:StandaloneARSpeculator": "num_speculative_steps",
     f"{_GPU}model_runner:GPUModelRunner": "compute_logits get_draft_model vocab_size",
     f"{_GPU}model_runner:GPUModelRunner.take_draft_token_ids": "self",
     f"{_GPU}model_runner:GPUModelRunner.update_requests": "self scheduler_output",

@@ -175,13 +175,20 @@ class PlannedAdapter:
         return drafts
 
     def model_proposes(self, plan: SchedulerOutput) -> int:
-        """Tokens that the draft model proposes for each row at the end of this step."""
+        """Tokens that the draft model proposes for each row at the end of this step.
+
+        None where no row drafts: plain rows, which speed is compared with, do not pay for the model.
+        """
         rows = [self.flow.rows.get(name) for name in plan.num_scheduled_tokens]
-        beginning = [row for row in rows if row and row.drafting and not row.tokens]
+        drafting = [row for row in rows if row and row.drafting]
+        if not drafting:
+            return 0
+        beginning = [row for row in drafting if not row.tokens]
         for row in beginning:
             self.flow.drafting.guess(row, min(self.flow.draft_tokens, row.remaining - 1))
         offers = [self._offer(row, len(row.guess.tokens), MODEL_TOKENS) for row in beginning]
-        return max(self.model_tokens, self._worth_proposing(offers, 0))
+        most = min(MODEL_TOKENS, self.flow.draft_tokens)
+        return min(most, max(self.model_tokens, self._worth_proposing(offers, 0)))
 
     def _offer(self, row: VLLMRow, by_text: int, most: int) -> tuple[float, float, int]:
         """See `worth_proposing`. Args: by_text: draft tokens from the row's texts; most: of the model's tokens."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 
-from specrl.rollout.engines.vllm.sampler import RolloutVerifier, install, share_noise
+from specrl.rollout.engines.vllm.sampler import RolloutVerifier, install, propose_as_planned, share_noise
 
 MODEL_TOKENS = 8
 """Most tokens of a draft model in one step: each costs a pass of the model for all rows, whether it is used or not."""
@@ -99,20 +99,19 @@ def take_drafts(states: Any, drafts: dict[str, list[int]]) -> None:
 
 
 def propose_with_model(runner: Any) -> None:
-    """Lets vLLM's draft model propose up to MODEL_TOKENS tokens, which the scheduler gets."""
+    """Lets vLLM's draft model propose as many tokens as the plan asks for, which the scheduler gets."""
     share_noise(runner)
+    propose_as_planned(runner)
     propose = runner.speculator.propose
-    most = min(MODEL_TOKENS, runner.num_speculative_steps)
     latest: list[Tensor] = []
 
-    def propose_some(input_batch, *arguments, dummy_run: bool = False, **options) -> Tensor:
-        count = options["num_speculative_tokens"] = min(most, options.get("num_speculative_tokens") or most)
-        drafts = propose(input_batch, *arguments, dummy_run=dummy_run, **options)
-        latest[:] = [drafts[:, :count]]
+    def propose_and_keep(input_batch, *arguments, num_speculative_tokens: int | None = None, **options) -> Tensor:
+        drafts = propose(input_batch, *arguments, num_speculative_tokens=num_speculative_tokens, **options)
+        latest[:] = [drafts[:, :num_speculative_tokens]]
         return drafts
 
     def take_draft_token_ids() -> DraftTokenIds:
         return DraftTokenIds(runner.draft_tokens_handler.req_ids, latest[0].tolist())
 
-    runner.speculator.propose = propose_some
+    runner.speculator.propose = propose_and_keep
     runner.take_draft_token_ids = take_draft_token_ids

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from specrl.rollout.engines.local.sampler import packed_sample
 from specrl.rollout.engines.vllm.wire import KEY, PROMPT_TOKENS, extra_args_of
@@ -260,6 +261,26 @@ def share_noise(runner) -> None:
 
     speculator.init_cudagraph_manager(CUDAGraphMode.NONE)
     speculator.sample_draft = sample_draft  # type: ignore[method-assign]  # replaces vLLM's own
+
+
+def propose_as_planned(runner: Any) -> None:
+    """The speculator proposes as many tokens as the plan of a step asks for; where that is none, it makes no pass.
+
+    A draft model of vLLM's would make a pass for each of the configuration's tokens in every step.
+    """
+    speculator = runner.speculator
+    most = runner.num_speculative_steps
+    propose = speculator.propose
+
+    def propose_some(input_batch, *arguments, num_speculative_tokens: int | None = None, **options) -> Tensor:
+        count = most if num_speculative_tokens is None else num_speculative_tokens
+        if not count:
+            return torch.zeros(input_batch.num_reqs, most, dtype=torch.int64, device=runner.device)
+        if isinstance(speculator, StandaloneARSpeculator):  # which takes no notice of the argument
+            speculator.num_speculative_steps = count
+        return propose(input_batch, *arguments, num_speculative_tokens=count, **options)
+
+    speculator.propose = propose_some
 
 
 def install(runner: Any, verifier: Callable[..., KeyedVerifier] | None = None) -> None:

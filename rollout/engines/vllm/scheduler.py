@@ -68,10 +68,14 @@ class DraftLengths:
         """Request `name` takes part. Args: drafts: it may have some."""
         self.requests[name] = RequestProgress(drafts, ("start", self.source))
 
+    def may_draft(self, name: str) -> bool:
+        """Whether a request is admitted and may have drafts."""
+        return name in self.requests and self.requests[name].drafts
+
     def lengths(self, names: Iterable[str]) -> dict[str, int]:
         """Draft tokens of each admitted request in its next step."""
         admitted = [name for name in names if name in self.requests]
-        buckets = [self.requests[name].bucket if self.requests[name].drafts else None for name in admitted]
+        buckets = [self.requests[name].bucket if self.may_draft(name) else None for name in admitted]
         planned = self.drafting.budget.plan(buckets).lengths
         drafting = sum(bucket is not None and planned[bucket] > 0 for bucket in buckets)
         share = self.budget.share(drafting, len(buckets), self.draft_tokens)
@@ -134,7 +138,11 @@ class DraftScheduler(AsyncScheduler):
             return
         scheduled = [self.requests[name] for name in scheduler_output.num_scheduled_tokens]
         drafting = [request for request in scheduled if request.spec_token_ids]
-        set_lengths(drafting, self.draft_lengths.lengths(request.request_id for request in drafting))
+        lengths = self.draft_lengths.lengths(request.request_id for request in drafting)
+        set_lengths(drafting, lengths)
+        # Plain rows, which speed is compared with, do not pay for a draft model. For others it reads what is emitted.
+        least = int(any(self.draft_lengths.may_draft(request.request_id) for request in scheduled))
+        scheduler_output.num_spec_tokens_to_schedule = max(lengths.values(), default=0) or least
 
     def _update_request_with_output(self, request, new_token_ids, is_stale=False):
         if self.draft_lengths is not None:

@@ -16,7 +16,7 @@ from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.vllm.contract import check
 from specrl.rollout.engines.vllm.device import DeviceTexts
-from specrl.rollout.engines.vllm.sampler import install
+from specrl.rollout.engines.vllm.sampler import install, propose_as_planned
 from specrl.rollout.engines.vllm.scheduler import DraftLengths, DraftScheduler
 from specrl.rollout.engines.vllm.served import ENGINE_ARGS, logits_budget
 from specrl.rollout.engines.vllm.wire import KEY, PLAIN, TEXTS, extra_args_of
@@ -34,6 +34,7 @@ class KeyedWorker(resolve_obj_by_qualname(f"vllm.v1.worker.{_WORKER}")):  # type
         check("v2")
         install(self.model_runner)
         DeviceTexts(self.model_runner)  # before vLLM measures its memory
+        propose_as_planned(self.model_runner)
 
 
 class KeyedScheduler(DraftScheduler):

@@ -23,7 +23,7 @@ from specrl.rollout.engines.base import DRAFTER
 from specrl.rollout.engines.vllm.device import DeviceTexts
 from specrl.rollout.engines.vllm.draft_ids import draft_from
 from specrl.rollout.engines.vllm.planned_worker import install_planned
-from specrl.rollout.engines.vllm.sampler import RolloutVerifier, install, share_noise
+from specrl.rollout.engines.vllm.sampler import RolloutVerifier, install, propose_as_planned, share_noise
 
 if TYPE_CHECKING:
     from specrl.rollout.engines.vllm.v1 import V1Adapter
@@ -61,6 +61,7 @@ class WorkerExtension:
         else:
             share_noise(self.model_runner)
             self.weight_transfer_engine.drafter = self.get_draft_model()
+        propose_as_planned(self.model_runner)
 
 
 def gpu_of(worker: Any) -> str:

@@ -2,11 +2,13 @@
 
 import json
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
 from transformers import AutoModelForCausalLM
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from specrl.drafter import shortened
 from specrl.rollout.engines.vllm import sampler, worker
@@ -123,6 +125,42 @@ def test_a_draft_model_with_noise_of_its_own_agrees_less(engine_of, some, drafte
     without = acceptance(engine_of(drafter=drafters(0.0), draft_tokens=5), cases, want)
     assert shared > 0.9
     assert without < 0.6
+
+
+@pytest.fixture
+def draft_passes(monkeypatch):
+    """A list with an entry for each pass of vLLM's draft model."""
+    passes = []
+    run_model = StandaloneARSpeculator._run_model
+
+    def count(speculator, *arguments):
+        passes.append(1)
+        return run_model(speculator, *arguments)
+
+    monkeypatch.setattr(StandaloneARSpeculator, "_run_model", count)
+    return passes
+
+
+def check_draft_passes(engine, cases, want, passes: list[int]) -> None:
+    """Rows that draft pay for the tokens that their steps are planned to have, and plain rows pay for none."""
+    rows = requests_of(cases)
+    done, stats = engine.generate(rows)
+    assert differing(done, want, 1e-4) == []
+    assert stats.accepted > 0
+    assert stats.passes <= len(passes) < 8 * stats.passes
+    passes.clear()
+    done, stats = engine.generate([replace(row, plain=True) for row in rows])
+    assert differing(done, want, 1e-4) == []
+    assert passes == [], "the baseline that speed is compared with"
+    passes.clear()
+    done, stats = engine.generate([replace(row, plain=i > 0) for i, row in enumerate(rows)])
+    assert differing(done, want, 1e-4) == []
+    assert stats.accepted > 0
+    assert passes
+
+
+def test_the_draft_model_makes_the_passes_that_are_planned(engine_of, some, drafters, draft_passes):
+    check_draft_passes(engine_of(drafter=drafters(0.1), draft_tokens=24), *some(), draft_passes)
 
 
 def test_a_draft_model_follows_the_updates(saved, engine_of, some, drafters):

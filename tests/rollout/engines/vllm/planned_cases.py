@@ -1,6 +1,6 @@
 """Drafts that vLLM's scheduler carries to its workers. Run by test_vllm_v2.py under vllm_shim."""
 
-# ruff: noqa: F811 - a fixture of device_cases, which tests name as an argument
+# ruff: noqa: F811 - fixtures of device_cases, which tests name as arguments
 
 import random
 from dataclasses import replace
@@ -13,7 +13,14 @@ from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.vllm import planned, planned_worker, sampler
 from specrl.rollout.types import Request
 from specrl.trainers.weights import PolicyWeights
-from tests.rollout.engines.vllm.device_cases import acceptance, drafters, texts_of_every_quality, trusting  # noqa: F401
+from tests.rollout.engines.vllm.device_cases import (
+    acceptance,
+    check_draft_passes,
+    draft_passes,  # noqa: F401
+    drafters,  # noqa: F401
+    texts_of_every_quality,
+    trusting,
+)
 from tests.rollout.engines.vllm.engines import MANY_BLOCKS, adjusted, close, exactly, probe_of, spec_of, start
 from tests.rollout.golden import EOS_IDS, Script, all_wrong, corrupt, differing, requests_of
 
@@ -170,6 +177,14 @@ def test_a_model_proposes_the_tokens_that_save_more_than_its_passes_cost():
     assert planned.worth_proposing([by_text, row], 0.15) == 1, "one of two rows gains, and both pay"
     assert planned.worth_proposing([(1.0, 0.0, 0)], 0.01) == 1, "a row that does not draft"
     assert planned.worth_proposing([], 0.1) == 1, "no row"
+
+
+def test_the_model_makes_the_passes_that_are_planned(engine_of, some, drafters, draft_passes, monkeypatch):
+    engine = engine_of(parallel=1, drafter=drafters(0.1), draft_tokens=24, window=0)
+    check_draft_passes(engine, *some(), draft_passes)
+    monkeypatch.setattr(planned.PlannedAdapter, "model_proposes", lambda adapter, plan: 24)
+    with pytest.raises(AssertionError):  # the planted fault is seen: all tokens that vLLM was configured with
+        check_draft_passes(engine, *some(), draft_passes)
 
 
 def test_the_model_follows_the_updates(saved, engine_of, some, drafters):
