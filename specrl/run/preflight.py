@@ -21,6 +21,8 @@ from specrl.run.hub import on_hub
 from specrl.run.lora import check_targets
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from specrl.config.schema import Config
     from specrl.run.data import Example
 
@@ -172,12 +174,26 @@ def _prompt_lines(config: Config, prompts: Sequence[Example]) -> list[str]:
         Toolbox(tokenizer, config.dataset)
     model = policy.outline(config)
     policy.ends(config, model, tokenizer)
+    if config.rollout.engine == "transformers":
+        _check_kind(config, model)
     if config.lora.targets:
         check_targets(config.lora.targets, model)
     longest = check_lengths(prompts, tokenizer, config.dataset, policy.prompt_limit(config, model))
     if not prompts:
         return []
     return [f"The longest prompt has {longest} tokens.", *described(prompts[0], tokenizer, config.dataset)]
+
+
+def _check_kind(config: Config, model: PreTrainedModel) -> None:
+    from specrl.rollout.engines.local.probe import check_kind
+    from specrl.rollout.types import RolloutError
+
+    try:
+        check_kind(model)
+    except RolloutError as error:
+        raise ConfigError(
+            f"model={config.model} cannot be sampled with rollout.engine=transformers: {error}."
+        ) from error
 
 
 def _reward_lines(config: Config, examples: Sequence[Example]) -> list[str]:

@@ -9,11 +9,12 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig, ProcessorMixin
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, ProcessorMixin
 
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.engines.local.probe import check_kind
 from specrl.rollout.types import RolloutError
 from specrl.trainers.weights import check_shared
 
@@ -126,10 +127,16 @@ def check_args(args: GRPOConfig, given: Mapping[str, Any]) -> None:
         _check_vllm(args, entries, [name for name in TURNS if given.get(name)])
     else:
         _check_entries("generation_kwargs", entries, _supported(args))
+        if getattr(given.get("peft_config"), "is_prompt_learning", False):
+            raise _refused(f"peft_config={type(given['peft_config']).__name__}", "it learns a prompt. Use LoRA")
     if args.max_completion_length is None:
         raise _refused("max_completion_length=None", "drafts are cut to it. Use max_completion_length=256, or more")
+    if args.temperature <= 0:
+        raise _refused(f"temperature={args.temperature!r}", "the loss divides logits by it. Use temperature=1.0")
     if not isinstance(top_k := args.top_k, int) or top_k < 0:
         raise _refused(f"top_k={top_k!r}", "expected a number of tokens. Use top_k=0 to keep all")
+    if not args.use_vllm and isinstance(model := given.get("model"), str):
+        _check_name(model, args.model_init_kwargs or {})
 
 
 def check_drafter(config: RolloutConfig, args: GRPOConfig) -> None:
@@ -140,6 +147,18 @@ def check_drafter(config: RolloutConfig, args: GRPOConfig) -> None:
             "the vLLM that TRL starts has no draft model. Leave the drafter out, use_vllm=False, or take "
             "python -m specrl.train",
         )
+
+
+def _check_name(model: str, options: Any) -> None:
+    """Raises RolloutError if a model's configuration says that the transformers engine cannot run it."""
+    used = {name: options[name] for name in ("revision", "trust_remote_code") if name in options}
+    config = AutoConfig.from_pretrained(model, **used)
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(config, trust_remote_code=used.get("trust_remote_code", False))
+    try:
+        check_kind(outline)
+    except RolloutError as error:
+        raise _no_model(error) from error
 
 
 def _check_vllm(args: GRPOConfig, entries: Mapping[str, Any], turns: list[str]) -> None:
@@ -223,7 +242,11 @@ def check_model(trainer: Any) -> None:
     try:
         TransformersEngine(model, SamplingParams(frozenset(trainer.eos_token_ids)))
     except RolloutError as error:
-        raise RolloutError(f"reusing() cannot sample from this model: {error}. Train it with TRL alone") from error
+        raise _no_model(error) from error
+
+
+def _no_model(error: RolloutError) -> RolloutError:
+    return RolloutError(f"reusing() cannot sample from this model: {error}. Train it with TRL alone")
 
 
 def _refused(option: str, why: str) -> RolloutError:

@@ -56,6 +56,23 @@ def on_gpu(model: PreTrainedModel) -> bool:
     return dim % 8 == 0 and dim <= 256
 
 
+def check_kind(model: PreTrainedModel) -> None:
+    """Refuses a model whose class, configuration or layers say that packed passes do not compute it.
+
+    It needs no weights, so a model on the meta device is enough; `probe` finds what only numbers show.
+
+    Raises:
+        RolloutError: the message names what it has.
+    """
+    if getattr(model, "_is_stateful", False):
+        raise RolloutError("it carries a state from token to token, which the rows of a pass would share")
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if value := getattr(model.config.get_text_config(), cap, None):
+            raise RolloutError(f"it has {cap}={value}, which packed passes do not compute")
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        raise RolloutError("its attention has sinks, which packed passes do not compute")
+
+
 def probe(model: PackedModel) -> tuple[int, str]:
     """Compares packed passes with the model's own.
 
@@ -66,8 +83,7 @@ def probe(model: PackedModel) -> tuple[int, str]:
     """
     try:
         with evaluation(model.model), torch.no_grad():
-            if getattr(model.model, "_is_stateful", False):
-                raise RolloutError("it carries a state from token to token, which the rows of a pass would share")
+            check_kind(model.model)
             _compare_logits(model)
             _compare_output_layer(model)
             return _context(model)

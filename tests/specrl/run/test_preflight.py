@@ -70,12 +70,16 @@ CASES |= {
         "model={d}/noend names no EOS token, nor does its tokenizer: every response would go on to "
         "rollout.max_new_tokens=28. Set eos_token_id in",
     ),
+    "soft caps": (
+        {"model": "{d}/capped"},
+        "model={d}/capped cannot be sampled with rollout.engine=transformers: it has final_logit_softcapping=30.0, wh",
+    ),
     "unknown layers": (
         {"lora__rank": 2, "lora__targets": "[qproj]"},
         "lora.targets=[qproj]: the model has no layer 'qproj'. Its linear layers: q_proj, ",
     ),
 }
-LATER = {"long prompts", "no token for a prompt", "no EOS", "unknown layers", "no GPU", "no such device"}
+LATER = {"soft caps", "long prompts", "no token for a prompt", "no EOS", "unknown layers", "no GPU", "no such device"}
 """Needs torch, the tokenizer or the model, so a run finds it after the imports."""
 
 
@@ -93,6 +97,9 @@ def folder(tmp_path, monkeypatch):
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         kept = json.loads((tmp_path / "noend" / name).read_text()) | {"eos_token_id": None, "eos_token": None}
         (tmp_path / "noend" / name).write_text(json.dumps(kept))
+    shutil.copytree(policy(), tmp_path / "capped")
+    shape = json.loads((tmp_path / "capped" / "config.json").read_text())
+    (tmp_path / "capped" / "config.json").write_text(json.dumps(shape | {"final_logit_softcapping": 30.0}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

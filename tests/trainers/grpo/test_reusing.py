@@ -315,6 +315,7 @@ def test_control_forgotten_visits_repeat_noise(accumulated, tmp_path):
         ("min_p", 0.5, "min_p=0.5.*temperature, top_k and top_p alone. Use min_p=None"),
         ("repetition_penalty", 5.0, "repetition_penalty=5.0.*Use repetition_penalty=1"),
         ("top_k", -1, "top_k=-1.*Use top_k=0"),
+        ("temperature", 0.0, "temperature=0.0.*Use temperature=1.0"),
         ("top_k", None, "top_k=None.*Use top_k=0"),
     ],
 )
@@ -373,18 +374,30 @@ SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "
 }
 
 
-@pytest.mark.parametrize("family", ["Gemma2", "GptOss", "Mamba"])
-def test_models_that_it_cannot_sample_from_are_refused_in_the_constructor(family, tmp_path):
-    sizes = SIZES | {"state_size": 4, "num_local_experts": 2}
-    config = getattr(transformers, f"{family}Config")(**sizes)
-    with pytest.raises(RolloutError, match=r"reusing\(\) cannot sample from this model: .*Train it with TRL alone"):
-        of_model(AutoModelForCausalLM.from_config(config), tmp_path)
+@pytest.fixture(params=["Gemma2", "GptOss", "Mamba"])
+def foreign(request):
+    """The configuration of a model that the transformers engine cannot run."""
+    return getattr(transformers, f"{request.param}Config")(**SIZES, state_size=4, num_local_experts=2)
 
 
-def test_prompt_tuning_is_refused_in_the_constructor(tmp_path):
+CANNOT = r"reusing\(\) cannot sample from this model: .*Train it with TRL alone"
+
+
+def test_models_that_it_cannot_sample_from_are_refused_in_the_constructor(foreign, tmp_path):
+    with pytest.raises(RolloutError, match=CANNOT):
+        of_model(AutoModelForCausalLM.from_config(foreign), tmp_path)
+
+
+def test_such_a_model_that_is_given_by_name_is_refused_before_it_is_loaded(foreign, tmp_path):
+    foreign.save_pretrained(tmp_path)  # there are no weights
+    with pytest.raises(RolloutError, match=CANNOT):
+        of_model(str(tmp_path), tmp_path)
+
+
+def test_prompt_tuning_is_refused_before_a_model_is_loaded(tmp_path):
     tuned = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    with pytest.raises(RolloutError, match=r"adapters that learn a prompt.*use LoRA"):
-        of_model(load_tiny()[0], tmp_path, peft_config=tuned)
+    with pytest.raises(RolloutError, match=r"peft_config=PromptTuningConfig.*learns a prompt.*Use LoRA"):
+        of_model("nowhere", tmp_path, peft_config=tuned)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -19,7 +19,9 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specrl.rollout.engines.base import SamplingParams
+from specrl.rollout.engines.local import probe
 from specrl.rollout.engines.local.engine import TransformersEngine
+from specrl.rollout.engines.local.probe import check_kind
 from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import Request, RolloutError
 from tests.engines import local
@@ -71,19 +73,33 @@ def recurrent():
 
 
 REFUSED = {
-    "attention cap": (lambda: gemma2(attn_logit_softcapping=50.0), "softcap"),
-    "final cap": (lambda: gemma2(final_logit_softcapping=30.0), "output layer"),
-    "sinks": (lambda: GptOssConfig(**SHAPE, head_dim=8, num_local_experts=4), "s_aux"),
-    "state": (recurrent, "state"),
-    "own attention": (lambda: BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), "0 of its layers"),
+    "attention cap": (lambda: gemma2(attn_logit_softcapping=50.0), "attn_logit_softcapping", "softcap"),
+    "final cap": (lambda: gemma2(final_logit_softcapping=30.0), "final_logit_softcapping", "output layer"),
+    "sinks": (lambda: GptOssConfig(**SHAPE, head_dim=8, num_local_experts=4), "sinks", "s_aux"),
+    "state": (recurrent, "state", ""),
+    "own attention": (
+        lambda: BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
+        *("", "0 of its layers"),
+    ),
 }
+"""Name -> configuration, what `check_kind` says of it, and what the numbers say; empty if nothing."""
+
+
+@pytest.mark.parametrize("name", [name for name, (_, kind, _) in REFUSED.items() if kind])
+def test_what_a_configuration_says_is_refused_without_weights(name):
+    config, kind, _ = REFUSED[name]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config())
+    with pytest.raises(RolloutError, match=kind):
+        check_kind(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", REFUSED)
-def test_untrained_models_that_compute_something_else_are_refused(name, dtype):
-    """Their weights are so small that the results hardly differ."""
-    config, reason = REFUSED[name]
+@pytest.mark.parametrize("name", [name for name, (*_, numbers) in REFUSED.items() if numbers])
+def test_untrained_models_that_compute_something_else_are_refused(name, dtype, monkeypatch):
+    """Their weights are so small that the results hardly differ. The numbers show it without `check_kind`, too."""
+    config, _, reason = REFUSED[name]
+    monkeypatch.setattr(probe, "check_kind", lambda model: None)
     model = made(config()).to(dtype)
     with pytest.raises(
         RolloutError, match=f"{type(model).__name__} does not work with the transformers engine.*{reason}"
@@ -101,6 +117,7 @@ def test_probe_families_are_taken_in_every_type(build_model, family, dtype):
 
 
 def test_the_control_without_caps_is_taken():
+    check_kind(made(gemma2()))
     assert engine_of(made(gemma2())).context == 96
 
 
