@@ -2,7 +2,6 @@
 
 import json
 import time
-from functools import partial
 from importlib import import_module
 
 import pytest
@@ -23,23 +22,6 @@ SMALLEST = {
     "noise": {"VOCABULARY": 64, "HIDDEN": {"small": 8}},
     "scaling": {"ROWS": 8, "CAP": 8, "WORKERS": (1, 2), "STEP_WORKERS": (1,)},
     "cotraining": {"PROMPTS": 1, "GROUP": 2, "CAP": 16},
-    "drafters": {
-        "KEPT": 64,
-        "SIZES": (1,),
-        "DEPTHS": (1, 4),
-        "DOUBTS": (0.0,),
-        "CHAINS": {"chain": 1},
-        "PARALLEL": {"parallel": 1},
-    },
-    "drafter_costs": {"VOCABULARY": 512, "DEPTH": 2, "TOKENS": (1, 4, 8)},
-    "counts.record": {"LEARNT": 4, "HELD_OUT": 4, "CAP": 16, "SIZES": (1,), "STEPS": 1},
-    "counts.beside_texts": {"MOSTS": (1,), "DOUBTS": (0.0,), "TEXT_DOUBTS": (0.1,), "SHARES": (1.0,)},
-    "counts.trees": {"MOSTS": (2,), "DOUBTS": (0.4,), "TEXT_DOUBTS": (0.1,), "SHARES": (1.0,)},
-    "counts.adapter": {"ADAPTERS": ((1, False),)},
-    "counts.law": {"LAYERS": (1, 2), "BUDGETS": (1, 2), "BATCH": 4},
-    "counts.longest": {"PROBLEMS": 1, "GROUP": 2, "KNOWN": (1,), "DRAFTS": (4,)},
-    "counts.selection": {"SHARES": (0.4,), "STEPS": 1, "BATCH": 4, "SEEDS": (0,)},
-    "counts.corrected": {"ROUNDS": 2, "PROMPTS": 2, "RATES": (1e-3,), "CAP": 16},
     "equivalence.learning": {"EPOCHS": 2},
     "equivalence.on_policy": {"OPTIONS": on_policy.OPTIONS | {"dataset.train_size": 4, "rollout.max_new_tokens": 24}},
     "routers": {"REPEATS": 1},
@@ -51,9 +33,6 @@ SMALLEST = {
         "MISMATCHES": 6,
         "TUNING": {"steps": 4, "batch": 32, "learning_rate": 1e-3},
     },
-    "selfspec.overlap": {"ROWS": (1, 8)},
-    "selfspec.sparse": {"BUDGETS": (16, 32)},
-    "selfspec.texts": {"TAUGHT": {"steps": 1, "rows": 1, "tokens": 200, "learning_rate": 1e-3}},
 }
 """Constants of the scripts, and what they are here."""
 
@@ -71,14 +50,6 @@ def by_words(name, schema, *words):
         assert cli.run(module.main, filled, getattr(module, schema), training=False) == 0
 
     return run
-
-
-def counts(folder):
-    package = script("counts.__main__")
-    for name in package.NAMES:
-        package.main(name, work=str(folder / "work"), out=str(folder / "out.json"))
-        command = json.loads((folder / "out.json").read_text())["command"]
-        assert command == f"python -m benchmarks.research.counts {name} out=out.json"
 
 
 def draft_model(folder):
@@ -113,17 +84,13 @@ def vllm_host(folder):
 RUNS = {
     "budget": by_words("budget", "BudgetConfig", "rows=[1]", "repeats=1", "few=true"),
     "cache_lookup": lambda folder: script("cache_lookup").main(entries=200, rows=8),
-    "counts": counts,
     "cotraining": lambda folder: script("cotraining").main(steps="2", out=str(folder / "out.json")),
-    "drafters": by_words("drafters", "DraftersConfig", "steps=1", "prompts=8", "rows=8"),
     "equivalence": equivalence,
     "host": by_words("host", "HostConfig", "rows=16", "tokens=60", "repeats=1"),
     "judges": by_words("judges", "JudgesConfig", "work={folder}"),
     "noise": lambda folder: script("noise").main(2, str(folder / "out.json")),
     "routers": routers,
     "scaling": scaling,
-    "selfspec": by_words("selfspec.__main__", "SelfSpecConfig", "texts=8"),
-    "stop_rules": lambda folder: script("stop_rules").main(texts="16", out=str(folder / "out.json")),
     "suffix": lambda folder: script("suffix").main(rows=8, tokens=16),
     "vllm_host": vllm_host,
 }
@@ -132,7 +99,7 @@ RUNS = {
 def test_every_script_is_run():
     paths = (ROOT / "benchmarks" / "research").iterdir()
     scripts = {path.stem for path in paths if path.suffix == ".py" and "__main__" in path.read_text()}
-    assert scripts | {"counts", "selfspec", "equivalence"} == set(RUNS) | {"vllm_head"}, "which head_cases.py runs"
+    assert scripts | {"equivalence"} == set(RUNS) | {"vllm_head"}, "which head_cases.py runs"
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -155,13 +122,7 @@ def test_it_runs_to_its_end(name, tmp_path, monkeypatch, capsys):
     ):
         monkeypatch.setattr(module, replaced, getattr(module, replaced))  # what `budget` replaces is put back
     monkeypatch.setattr(torch, "compile", lambda function=None, **_: function or (lambda given: given))
-    monkeypatch.setattr(script("selfspec.__main__"), "load_tiny", partial(shortened_policy, 3))
     RUNS[name](tmp_path)
     out = tmp_path / "out.json"
     printed = capsys.readouterr().out
     assert json.loads(out.read_text()) if out.exists() else printed
-
-
-def shortened_policy(layers):
-    model, tokenizer = load_tiny()
-    return shortened(model, layers).eval(), tokenizer

@@ -1,4 +1,4 @@
-"""docs/drafting-systems.md: each verdict names what is built, or figures whose script is in the repository."""
+"""docs/drafting-systems.md: each verdict names what is built, or figures whose script is here or in a named commit."""
 
 import json
 import re
@@ -63,7 +63,7 @@ def source(module):
 
 
 def scripts(link):
-    """The scripts that are there of a results file, or of a section of the research page."""
+    """The scripts of a results file, or of a section of the research page, that are there or in a commit it names."""
     file, _, anchor = link.partition("#")
     if not (PAGE.parent / file).exists():
         return []
@@ -74,7 +74,8 @@ def scripts(link):
     else:
         commands = section(lambda text: not anchor or text.partition("\n")[0].lower().replace(" ", "-") == anchor)
     named = re.findall(r"python (?:-m )?((?:benchmarks|specrl)[\w./]+)", commands)
-    return [name for name in named if is_module(name) or (ROOT / name).is_file()]
+    is_kept = re.search(r"last in [0-9a-f]{7,}", commands)
+    return [name for name in named if is_kept or is_module(name) or (ROOT / name).is_file()]
 
 
 def section(wanted):
@@ -119,6 +120,6 @@ def test_a_results_file_without_its_script_is_found(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     (tmp_path / "docs").mkdir()
     monkeypatch.setattr(f"{__name__}.PAGE", tmp_path / "docs" / PAGE.name)
-    for script, found in (("counts trees", 1), ("tallies trees", 0)):
+    for script, found in (("host rows=1", 1), ("tallies rows=1", 0)):
         (folder / "made.json").write_text(json.dumps({"command": f"python -m benchmarks.research.{script}"}))
         assert len(scripts("../benchmarks/research/results/made.json")) == found
