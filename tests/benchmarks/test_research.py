@@ -20,7 +20,6 @@ pytestmark = pytest.mark.long
 JUDGES_RUN = ["dataset.train_size=4", "trainer.epochs=2", "trainer.prompts_per_step=2", "trainer.save_every=1"]
 SMALLEST = {
     "noise": {"VOCABULARY": 64, "HIDDEN": {"small": 8}},
-    "scaling": {"ROWS": 8, "CAP": 8, "WORKERS": (1, 2), "STEP_WORKERS": (1,)},
     "cotraining": {"PROMPTS": 1, "GROUP": 2, "CAP": 16},
     "equivalence.learning": {"EPOCHS": 2},
     "equivalence.on_policy": {"OPTIONS": on_policy.OPTIONS | {"dataset.train_size": 4, "rollout.max_new_tokens": 24}},
@@ -71,11 +70,6 @@ def routers(folder):
     by_words("routers", "RouterBenchConfig", *words)(folder)
 
 
-def scaling(folder):
-    pytest.importorskip("ray")
-    script("scaling").main(str(folder / "out.json"), repeats=1, sizes="1,4")
-
-
 def vllm_host(folder):
     pytest.importorskip("vllm")
     by_words("vllm_host", "VLLMHostConfig", "rows=[8]", "tokens=60", "repeats=1")(folder)
@@ -90,7 +84,6 @@ RUNS = {
     "judges": by_words("judges", "JudgesConfig", "work={folder}"),
     "noise": lambda folder: script("noise").main(2, str(folder / "out.json")),
     "routers": routers,
-    "scaling": scaling,
     "suffix": lambda folder: script("suffix").main(rows=8, tokens=16),
     "vllm_host": vllm_host,
 }
