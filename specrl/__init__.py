@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import warnings
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+if not Path(__file__).with_name("rollout").is_dir():
+    raise ImportError(
+        "specrl/rollout, specrl/reward, specrl/trainers and specrl/configs are links, and git has made files of them. "
+        "Clone again with `git clone -c core.symlinks=true`, or install a wheel."
+    )
 # TRL checks vLLM's version whenever it is imported, although specrl does not use vLLM through TRL.
 warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
 

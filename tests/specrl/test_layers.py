@@ -1,6 +1,9 @@
 """Imports flow one way: specrl -> trainers -> {rollout, reward}; heavy packages are imported in one place each."""
 
 import ast
+import shutil
+import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -201,3 +204,21 @@ def test_planted_faults_are_found(path, code):
 )
 def test_legal_code_passes(path, code):
     assert faults(path, code) == []
+
+
+def imported_in(folder, code):
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", ["rollout", "reward", "trainers"])
+def test_a_package_has_one_name(name):
+    done = imported_in(ROOT, f"import {name}")
+    assert done.stderr.splitlines()[-1] == f"ImportError: {name} is the package specrl.{name}: import that"
+
+
+def test_a_clone_without_links_says_so(tmp_path):
+    shutil.copytree(ROOT / "specrl", tmp_path / "specrl", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "specrl" / "rollout").unlink()
+    (tmp_path / "specrl" / "rollout").write_text("../rollout")
+    done = imported_in(tmp_path, "import specrl")
+    assert "git clone -c core.symlinks=true" in done.stderr.splitlines()[-1]
