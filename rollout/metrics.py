@@ -86,8 +86,6 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, Metric]:
     }
     if ages:
         metrics["spec/draft_age"] = mean(sum(ages), len(ages))
-    if stats.drafter_faults:
-        metrics["spec/drafter_faults"] = count(stats.drafter_faults)
     if stats.drafted:
         metrics["spec/draft_acceptance_rate"] = mean(stats.accepted, stats.drafted)
     for name, (drafted, accepted) in stats.sources.items():

@@ -61,8 +61,8 @@ def check_example_id(example_id: str) -> None:
 class Drafter(Protocol):
     """Guesses a row's next tokens. Guesses decide how many tokens a pass verifies, never which token is emitted.
 
-    A drafter that raises or proposes no integers is not asked again, and its row goes on without it. Tokens beyond
-    `limit`, and from the first id on that the model does not have, are dropped.
+    What a drafter raises ends the rollout. Tokens beyond `limit` are dropped, and those from the first id on that the
+    model does not have.
 
     A drafter may have an attribute `source` that names the origin of its last proposal. Acceptance is counted and
     estimated by that name; without one all its drafts count as `custom`.
@@ -199,8 +199,6 @@ class EngineStats:
     """Draft tokens other than the policy's sample about which a learned judge decided."""
     judge_drift: float = 0.0
     """Those of `mismatches` that it accepted, minus as many as it would have when it was trained."""
-    drafter_faults: int = 0
-    """Rows whose own drafter raised or proposed no token ids; they went on without it."""
     ties: int = 0
     """Samples whose best scores were within `tie_margin` and that a canonical forward pass decided."""
 

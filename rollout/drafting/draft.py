@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import index
@@ -11,7 +11,7 @@ from operator import index
 import numpy as np
 
 from specrl.rollout.drafting.suffix import SuffixDrafter, Worth, propose, unseen
-from specrl.rollout.types import Drafter, RolloutError
+from specrl.rollout.types import Drafter
 
 
 @dataclass(slots=True, unsafe_hash=True)  # never modified; a frozen class takes three times as long to construct
@@ -32,31 +32,14 @@ class Draft:
 EMPTY = Draft()
 
 
-class DrafterFault(RolloutError):
-    """A drafter raised, or did not propose token ids. Its row continues without the drafter."""
-
-
 def ask(drafter: Drafter, text: Sequence[int], limit: int, vocab: int) -> Draft:
     """A draft of at most `limit` tokens after the response `text`, up to the first invalid token id.
 
-    Raises:
-        DrafterFault: the drafter failed.
+    Raises what the drafter raises, and TypeError if it proposes something else than token ids.
     """
-    return Draft(known(_ids(drafter, show(drafter, text, limit), limit), vocab), getattr(drafter, "source", "custom"))
-
-
-def show(drafter: Drafter, text: Sequence[int], limit: int) -> Iterable[int]:
-    """The proposal of a drafter after the response `text`.
-
-    Raises:
-        DrafterFault: the drafter raised.
-    """
-    try:
-        return drafter.propose(tuple(text), limit)  # a copy, which the drafter may modify
-    except Exception as error:  # user code may raise anything
-        raise DrafterFault(
-            f"the drafter {type(drafter).__name__} raised {type(error).__name__}: {error!s:.200}"
-        ) from error
+    proposed = drafter.propose(tuple(text), limit)  # a copy, which the drafter may modify
+    tokens = [index(token) for token in islice(proposed, limit)]
+    return Draft(known(tokens, vocab), getattr(drafter, "source", "custom"))
 
 
 def ask_all(
@@ -64,14 +47,11 @@ def ask_all(
     texts: Sequence[Sequence[int]],
     limits: Sequence[int],
     vocab: int,
-    failed: Callable[[int, DrafterFault], None],
     worth: Worth = unseen,
 ) -> list[Draft]:
     """Calls `ask` for each row with a drafter and a positive limit. Suffix drafters are called in one batch.
 
-    Args:
-        failed: called with a row whose drafter failed and the fault; the row has no draft.
-        worth: the acceptance estimate by which suffix drafters choose between texts.
+    Args: worth: the acceptance estimate by which suffix drafters choose between texts.
     """
     drafts = [EMPTY] * len(drafters)
     together: dict[int, SuffixDrafter] = {}
@@ -79,10 +59,7 @@ def ask_all(
         if type(drafter) is SuffixDrafter and limit > 0:
             together[i] = drafter
         elif drafter and limit > 0:
-            try:
-                drafts[i] = ask(drafter, text, limit, vocab)
-            except DrafterFault as fault:
-                failed(i, fault)
+            drafts[i] = ask(drafter, text, limit, vocab)
     proposed = propose([*together.values()], [texts[i] for i in together], [limits[i] for i in together], worth)
     exist = _exist(proposed, vocab)
     for (i, suffix_drafter), tokens in zip(together.items(), proposed, strict=True):
@@ -103,13 +80,3 @@ def known(tokens: Sequence[int], vocab: int) -> list[int]:
     if not tokens or (min(tokens) >= 0 and max(tokens) < vocab):
         return list(tokens)
     return list(tokens[: next((i for i, t in enumerate(tokens) if not 0 <= t < vocab), len(tokens))])
-
-
-def _ids(drafter: Drafter, proposed: Iterable[int], limit: int) -> list[int]:
-    try:
-        return [index(token) for token in islice(proposed, limit)]
-    except Exception as error:  # user code may raise anything, also while a generator is consumed
-        raise DrafterFault(
-            f"the drafter {type(drafter).__name__} proposed {proposed!r:.80}, which are no token ids: {error!s:.200}. "
-            "Return a sequence of ints, an empty one for no guess"
-        ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from specrl.rollout.engines.local.reader import Reader
     from specrl.rollout.engines.response import Response
 
-log = logging.getLogger(__name__)
 CONTEXT_TOKENS = 8  # of prompt and response that the context table sees
 
 
@@ -64,7 +62,6 @@ class Drafting:
         """The draft model reads the policy's final hidden states, which the policy's reader must keep."""
         self.redraws = redraws
         self.vocab = 0
-        self._logged: set[str] = set()  # drafter classes with a logged fault
 
     def attach(self, policy: PackedModel) -> None:
         """Sets the model that verifies the drafts, and times a few of its passes.
@@ -156,16 +153,6 @@ class Drafting:
             self.contexts.learn((row.request.prompt, row.tokens) for row in rows if not row.request.plain)
             stats.draft_s += time.perf_counter() - began
 
-    def count_faults(self, rows: Sequence[Response], stats: EngineStats) -> None:
-        """Counts the rows whose drafter failed, and logs the first fault of each drafter class."""
-        for row in rows:
-            if row.fault:
-                stats.drafter_faults += 1
-                name = type(row.request.drafter).__name__
-                if name not in self._logged:
-                    log.warning("%s. The row goes on without it; later faults are only counted", row.fault)
-                self._logged.add(name)
-
     def _without_model(self, rows: Sequence[Response]) -> tuple[Plan, list[Draft]]:
         began = time.perf_counter()
         self.asking = None
@@ -185,10 +172,10 @@ class Drafting:
 
     def _guess(self, rows: Sequence[Response], limits: Sequence[int]) -> None:
         """Calls the rows' drafters. A row uses its redraws instead if their estimated acceptance is higher."""
-        drafters = [row.drafter if row.drafting else None for row in rows]
+        drafters = [row.request.drafter if row.drafting else None for row in rows]
         worth = cache(self.budget.acceptance)
         texts = [row.tokens for row in rows]
-        guesses = ask_all(drafters, texts, limits, self.vocab, lambda i, fault: rows[i].give_up(fault), worth)
+        guesses = ask_all(drafters, texts, limits, self.vocab, worth)
         for row, drafter, guess, limit in zip(rows, drafters, guesses, limits, strict=True):
             row.guess = guess
             quality = drafter.quality if type(drafter) is SuffixDrafter else row.state

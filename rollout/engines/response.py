@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from specrl.rollout.drafting.budget import AcceptanceBucket, State
-from specrl.rollout.drafting.draft import EMPTY, Draft, DrafterFault, show
-from specrl.rollout.types import Completion, Drafter, FinishReason, Request, RolloutError, UnusableLogits
+from specrl.rollout.drafting.draft import EMPTY, Draft
+from specrl.rollout.types import Completion, FinishReason, Request, RolloutError, UnusableLogits
 from specrl.rollout.verify import Accepted, cut
 
 
@@ -28,10 +28,6 @@ class Response:
     seconds: float = 0.0
     passes: int = 0
     drafting: bool = True
-    drafter: Drafter | None = field(init=False)
-    """The request's, until it fails."""
-    fault: DrafterFault | None = None
-    """How it failed."""
     guess: Draft = EMPTY
     """What its own drafter expects next, drafted or not; empty if it was not asked."""
     bucket: AcceptanceBucket = None
@@ -42,14 +38,6 @@ class Response:
     """See `Completion.own`."""
     redraws: Sequence[int] = ()
     """What the last pass sampled after rejected tokens: maybe what it will sample after the right ones."""
-
-    def __post_init__(self):
-        self.drafter = self.request.drafter
-
-    def give_up(self, fault: DrafterFault) -> None:
-        """Its drafter is not asked again."""
-        self.drafter = None
-        self.fault = fault
 
     @property
     def length(self) -> int:
@@ -86,11 +74,8 @@ class Response:
         self.own = self.own or accepted.own
         if self.finish:
             self.seconds = time.perf_counter() - self.began
-        if self.finish and self.drafter and self.drafting:
-            try:
-                show(self.drafter, self.tokens, 0)  # rows that draft from this one get its end too
-            except DrafterFault as fault:
-                self.give_up(fault)
+            if self.request.drafter and self.drafting:  # rows that draft from this one get its end too
+                self.request.drafter.propose(tuple(self.tokens), 0)
         return count
 
     def completion(self, version: int) -> Completion:

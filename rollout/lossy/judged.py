@@ -184,9 +184,9 @@ class Judged(Drafting):
     def _stored(self, row: Response) -> JudgedDraft:
         """The draft of the row's own drafter, with log-probs where it is still the sample's old text."""
         limit = min(self.window, row.remaining - 1)
-        if row.finish is not None or not row.drafting or row.drafter is None or limit <= 0:
+        if row.finish is not None or not row.drafting or row.request.drafter is None or limit <= 0:
             return JudgedDraft()
-        (text,) = ask_all([row.drafter], [row.tokens], [limit + 1], self.vocab, failed=lambda _, f: row.give_up(f))
+        (text,) = ask_all([row.request.drafter], [row.tokens], [limit + 1], self.vocab)
         start = len(row.tokens)
         known = (row.request.draft_logprobs or ())[start : start + len(text.tokens)] if text.source == "prefix" else ()
         logprobs = [*known, *[math.nan] * (len(text.tokens) - len(known))]

@@ -52,7 +52,6 @@ def batch(rows: int, step: float) -> RolloutBatch:
         steps=6 * rows,
         escalated=rows + 1,
         route_faults=rows - 1,
-        drafter_faults=rows + 2,
         ties=rows,
     )
     n = rows + 1

@@ -107,7 +107,6 @@ class TransformersEngine:
         rows, stats = self._rows(requests), EngineStats()
         self.drafting.begin(requests)
         self._run(rows, stats)
-        self.drafting.count_faults(rows, stats)
         self.drafting.end(rows, stats)
         return [row.completion(self.weight_version) for row in rows], stats
 

@@ -19,7 +19,7 @@ from vllm import SamplingParams as VLLMSamplingParams
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from specrl.rollout.drafting.draft import DrafterFault, ask
+from specrl.rollout.drafting.draft import ask
 from specrl.rollout.drafting.suffix import SuffixDrafter
 from specrl.rollout.engines.response import refuse_unusable
 from specrl.rollout.engines.vllm.batch import BUG, LogprobBuffer, StepBatch, VLLMRow
@@ -124,10 +124,7 @@ class DeviceFlow:
         texts: list[str] = []
         from_texts = self.lengths.source == "texts"
         if row.drafting and from_texts:
-            try:
-                texts = texts_of(row.request)
-            except DrafterFault as fault:
-                row.give_up(fault)
+            texts = texts_of(row.request)
         name = submit(
             self.llm,
             name,
@@ -153,11 +150,7 @@ def _fill(row: VLLMRow, output: Any, emitted: Sequence[int], weight_version: int
 
 
 def texts_of(request: Request) -> list[str]:
-    """The texts that a request's drafter uses, as on the wire; the sample's own comes first.
-
-    Raises:
-        DrafterFault: the drafter fails.
-    """
+    """The texts that a request's drafter uses, as on the wire; the sample's own comes first."""
     drafter = request.drafter
     if drafter is None:
         return []

@@ -109,7 +109,6 @@ class VLLMEngine:
         rows = self._rows(requests)
         self.drafting.begin(requests)
         stats = self._run(rows, lambda: False)
-        self.drafting.count_faults(rows, stats)
         self.drafting.end(rows, stats)
         self._draft_ids.learn(rows)
         return [row.completion(self.weight_version) for row in rows], stats
