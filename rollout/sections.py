@@ -149,11 +149,9 @@ class ClusterConfig:
     address: str = doc("", "empty starts Ray on loopback; auto or host:port joins a running cluster")
     cpus_per_worker: float = doc(1.0, "CPU cores of each worker", low=0.01)
     gpus_per_worker: float = doc(0.0, "GPUs of each worker")
-    tasks_per_worker: int = doc(1, "tasks per worker and rollout; more balance the load better", low=1)
     start_timeout_s: float = doc(300.0, "seconds for a worker to load its model", low=1)
-    task_timeout_s: float = doc(1800.0, "seconds for one task; a worker that exceeds them is replaced", low=1)
-    max_restarts: int = doc(3, "worker faults without a finished task between them; more stop the run")
-    max_failed_ratio: float = doc(0.05, "share of rows (or of a prompt's) that may fail and be masked", high=1)
+    task_timeout_s: float = doc(1800.0, "seconds for one call; a worker that exceeds them is replaced", low=1)
+    max_restarts: int = doc(3, "workers lost without a finished call between them; more stop the run")
     object_store_mb: int = doc(256, "shared memory for weights in MB, of a Ray started here", low=80)
     dashboard: bool = doc(False, "dashboard on loopback, of a Ray started here")
 

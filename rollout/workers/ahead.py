@@ -37,7 +37,7 @@ class Ahead:
         waiting = [request for key, request in self._asked.items() if key not in self._running and not self._ended(key)]
         if not waiting:
             return []
-        requests = [waiting[i] for group in split_work(waiting, workers)[0] for i in group]
+        requests = [waiting[i] for i in split_work(waiting, workers)[0]]
         self._running |= {request.key for request in requests}
         return [following(r, self._texts[r.key].tokens) if r.key in self._texts else r for r in requests]
 
@@ -49,12 +49,9 @@ class Ahead:
             if text.tokens and key in self._asked:
                 self._texts[key] = text.or_longer(self._texts.get(key))
 
-    def forget(self, requests: Sequence[Request], wanted: bool = True) -> None:
-        """A worker returned no texts of these rows. Args: wanted: another worker may try them."""
-        keys = {request.key for request in requests}
-        self._running -= keys
-        if not wanted:
-            self._asked = {key: request for key, request in self._asked.items() if key not in keys}
+    def forget(self, requests: Sequence[Request]) -> None:
+        """No worker is busy with these rows any more."""
+        self._running -= {request.key for request in requests}
 
     def _ended(self, key: int) -> bool:
         return key in self._texts and self._texts[key].finish is not None

@@ -1,4 +1,4 @@
-"""Calls to workers, from submission to their end: a result, a failure, death or a missed deadline."""
+"""Calls to workers, from submission to their end: a result, an error, death or a missed deadline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from specrl.rollout.sections import ClusterConfig
 from specrl.rollout.types import EngineStats, Request, RolloutError
-from specrl.rollout.workers.worker import Failure, RolloutWorker, Share, WorkerInfo
+from specrl.rollout.workers.worker import Failure, RolloutWorker, WorkerInfo
 
 LAST_PASS_S = 60.0
 """Least time that a worker has to end its pass after the stop signal."""
@@ -27,7 +27,14 @@ class Task:
 
     method: str
     args: tuple
-    share: Share = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What became of a call whose worker died or missed its deadline."""
+
+    reason: str
 
 
 @dataclass(slots=True)
@@ -40,6 +47,8 @@ class WorkerHandle:
     """None until it has started."""
     call: ray.ObjectRef | None = None
     """The call in progress, None when idle."""
+    method: str = ""
+    """Of the last call."""
     task: Task | None = None
     """The task of `call`; None while it starts, takes weights or works ahead."""
     ahead: Sequence[Request] = ()
@@ -64,6 +73,7 @@ class WorkerHandle:
     def submit(self, timeout_s: float, method: str, *args: Any, task: Task | None = None) -> None:
         """Calls a method of the worker."""
         self.call = self.actor.run.remote(method, *args)
+        self.method = method
         self.task = task
         self.ahead = ()
         self.deadline = time.monotonic() + timeout_s
@@ -94,22 +104,26 @@ class WorkerHandle:
         self.ahead = ()
 
 
-def wait_first(workers: Sequence[WorkerHandle], cluster: ClusterConfig) -> tuple[WorkerHandle, Any | Failure]:
-    """The first call to end: with a result, a Failure, death (`lost`) or at its deadline (`lost`).
+def wait_first(workers: Sequence[WorkerHandle], cluster: ClusterConfig) -> tuple[WorkerHandle, Any | Lost]:
+    """The first call to end, and its result unless its worker is lost.
 
     Raises:
-        RolloutError: a worker did not start in time.
+        RolloutError: the call raised, or a worker did not start in time.
     """
     busy = {worker.call: worker for worker in workers if worker.call}
     due = min(busy.values(), key=lambda worker: worker.deadline)
     ended, _ = ray.wait(list(busy), timeout=max(0.0, due.deadline - time.monotonic()))
     if ended:
+        worker = busy[ended[0]]
         try:
-            return busy[ended[0]], ray.get(ended[0])
+            result = ray.get(ended[0])
         except RayError as error:
             # Ray's reason in one line, without its list of common causes
             reason = str(error).strip().splitlines()[-1].partition(" Some common causes")[0]
-            return busy[ended[0]], Failure("lost", f"died: {reason}")
+            return worker, Lost(f"died: {reason}")
+        if isinstance(result, Failure):
+            raise RolloutError(f"{worker} failed in {worker.method}: {result.reason}")
+        return worker, result
     if due.info is None:
         free = ray.available_resources()
         raise RolloutError(
@@ -118,7 +132,7 @@ def wait_first(workers: Sequence[WorkerHandle], cluster: ClusterConfig) -> tuple
             f"{free.get('CPU', 0):g} and {free.get('GPU', 0):g} free. Ask for less if that is too few, else wait "
             "longer: its model is loading"
         )
-    return due, Failure("lost", "did not answer before its deadline (cluster.task_timeout_s, start_timeout_s)")
+    return due, Lost("did not answer before its deadline (cluster.task_timeout_s, start_timeout_s)")
 
 
 def call_each(workers: Sequence[WorkerHandle], cluster: ClusterConfig, method: str, args: Sequence[tuple]) -> None:
@@ -133,8 +147,8 @@ def call_each(workers: Sequence[WorkerHandle], cluster: ClusterConfig, method: s
     while any(worker.call for worker in workers):
         worker, outcome = wait_first(workers, cluster)
         worker.ended()
-        if isinstance(outcome, Failure):
-            raise RolloutError(f"{worker} failed in {method} of an update of the weights: {outcome}")
+        if isinstance(outcome, Lost):
+            raise RolloutError(f"{worker} {outcome.reason} in {method} of an update of the weights")
 
 
 def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:

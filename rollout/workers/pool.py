@@ -22,9 +22,9 @@ from specrl.rollout.engines.base import NO_WEIGHTS, Engine, EngineSpec, Probe
 from specrl.rollout.sections import ClusterConfig
 from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 from specrl.rollout.workers.ahead import Ahead
-from specrl.rollout.workers.calls import Task, WorkerHandle, call_each, merge_stats, wait_first
+from specrl.rollout.workers.calls import Lost, Task, WorkerHandle, call_each, merge_stats, wait_first
 from specrl.rollout.workers.delivery import Delivery
-from specrl.rollout.workers.worker import Failure, Share, WorkerInfo, gpu_uuid, split_work
+from specrl.rollout.workers.worker import WorkerInfo, gpu_uuid, split_work
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +32,11 @@ logger = logging.getLogger(__name__)
 class RolloutPool:
     """An Engine made of `cluster.num_workers` Ray actors; needs a connected Ray (specrl.run.cluster.connect).
 
-    Workers that die or hang are replaced, and get the current weights before they serve; their calls are repeated. A
-    prompt that the engine cannot handle is returned as failed completions, the others are unaffected. Any other error
-    is a RolloutError, after which the pool is closed.
+    Workers that die or hang are replaced, and get the current weights before they serve; their calls are repeated. What
+    an engine raises is a RolloutError, after which the pool is closed.
 
     It works ahead (WorksAhead): workers without a row of the current batch begin those of the next one, until the pool
-    is called again. One that dies or hangs then costs drafts, and counts as any other fault.
+    is called again. One that dies or hangs then costs drafts, and counts as any other.
 
     Args:
         spec: what each worker builds.
@@ -58,7 +57,7 @@ class RolloutPool:
         """Workers replaced so far."""
         self._build = build
         self._probe: Probe | None = None
-        self._faults: list[str] = []  # since a task was last finished
+        self._losses: list[str] = []  # of workers, since a task was last finished
         self._workers = [WorkerHandle(i) for i in range(cluster.num_workers)]
         call = partial(call_each, self._workers, cluster)
         self._delivery = Delivery(ray.put, call, ray.util.get_node_ip_address())
@@ -77,37 +76,20 @@ class RolloutPool:
         return [worker.info for worker in self._workers if worker.info]
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
-        """See Engine.generate. Rows without a response have `Completion.failure`."""
-        done: list[Completion | None] = [None] * len(requests)
+        """See Engine.generate."""
+        done: dict[int, Completion] = {}
         costs = [EngineStats() for _ in self._workers]
-        first: Failure | None = None
         with self._closed_on_error():
             self._halt()
-            shares = split_work(requests, len(self._workers) * self.cluster.tasks_per_worker)
-            tolerated = max((len(group) for share in shares for group in share), default=0)  # one bad prompt
+            shares = split_work(requests, len(self._workers))
             # a worker without rows is called too: its engine, awake since the update, gives its memory back
-            idle: list[Share] = [[] for _ in range(len(self._workers) - len(shares) if shares else 0)]
-            tasks = deque(self._task(requests, share) for share in [*shares, *idle])
-            for worker, task, outcome in self._run(tasks):
-                rows = [i for group in task.share for i in group]
-                if not isinstance(outcome, Failure):
-                    completions, cost = outcome
-                    costs[worker.index] += cost
-                elif not rows:
-                    raise RolloutError(f"{worker} failed without any rows: {outcome}")
-                elif outcome.kind == "memory" or len(task.share) > 1:
-                    tasks.extendleft(self._halves(requests, task.share, outcome))
-                    continue
-                else:
-                    first = first or outcome
-                    version = self.weight_version
-                    completions = [
-                        Completion([], [], [], [], "length", version, 0, failure=outcome.reason) for _ in rows
-                    ]
-                for i, completion in zip(rows, completions, strict=True):
-                    done[i] = completion
-                self._check_failed(done, first, tolerated)
-        return [completion for completion in done if completion], merge_stats(costs)
+            shares += [[] for _ in self._workers[len(shares) :]] if shares else []
+            calls = [(self.weight_version, [requests[i] for i in rows]) for rows in shares]
+            tasks = deque(Task("generate", call, rows) for call, rows in zip(calls, shares, strict=True))
+            for worker, task, (completions, cost) in self._run(tasks):
+                costs[worker.index] += cost
+                done |= zip(task.rows, completions, strict=True)
+        return [done[i] for i in range(len(requests))], merge_stats(costs)
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]] | None, version: int, probe: Probe | None = None
@@ -132,8 +114,6 @@ class RolloutPool:
         """See Engine.score."""
         with self._closed_on_error():
             ((_, _, outcome),) = self._run(deque([Task("score", (self.weight_version, tuple(tokens)))]))
-            if isinstance(outcome, Failure):
-                raise RolloutError(f"the workers cannot score {len(tokens)} tokens: {outcome}")
         return outcome
 
     def begin(self, requests: Sequence[Request]) -> None:
@@ -153,30 +133,6 @@ class RolloutPool:
                 ray.kill(worker.actor, no_restart=True)
         self._workers = []
         self._delivery.unlink()
-
-    def _task(self, requests: Sequence[Request], share: Share) -> Task:
-        rows = [requests[i] for group in share for i in group]
-        return Task("generate", (self.weight_version, rows), share)
-
-    def _halves(self, requests: Sequence[Request], share: Share, failure: Failure) -> list[Task]:
-        """The share split in two: to fit the memory, or to isolate the prompt that fails."""
-        if len(share) == 1:  # out of memory with the rows of one prompt
-            share = [[i] for i in share[0]]
-        if len(share) == 1:
-            raise RolloutError(
-                f"a worker is out of memory with 1 of {len(requests)} rows. Use a smaller rollout.rows_per_batch, "
-                f"rollout.tokens_per_pass or rollout.logits_mb. {failure}"
-            )
-        middle = len(share) // 2
-        return [self._task(requests, half) for half in (share[:middle], share[middle:])]
-
-    def _check_failed(self, done: Sequence[Completion | None], first: Failure | None, tolerated: int) -> None:
-        failed = sum(c is not None and bool(c.failure) for c in done)
-        if failed > max(tolerated, self.cluster.max_failed_ratio * len(done)) or (failed and failed == len(done)):
-            raise RolloutError(
-                f"{failed} of {len(done)} rows failed in the engine, more than "
-                f"cluster.max_failed_ratio={self.cluster.max_failed_ratio:g} allows. The first: {first}"
-            )
 
     @property
     def _state(self) -> tuple[ray.ObjectRef | None, int, Probe | None]:
@@ -214,7 +170,7 @@ class RolloutPool:
                 worker.work_ahead(self.cluster.task_timeout_s, self.weight_version, requests)
                 left -= 1
 
-    def _run(self, tasks: deque[Task]) -> Iterator[tuple[WorkerHandle, Task, Any | Failure]]:
+    def _run(self, tasks: deque[Task]) -> Iterator[tuple[WorkerHandle, Task, Any]]:
         """Yields tasks with their results as they end, until `tasks` stays empty; idle workers take the next one."""
         while tasks or any(worker.task for worker in self._workers):
             for worker in self._workers:
@@ -229,55 +185,39 @@ class RolloutPool:
                 yield ended
         self._start_ahead()
 
-    def _wait_one(self, tasks: deque[Task]) -> tuple[WorkerHandle, Task, Any | Failure] | None:
-        """Waits for one call to end. A task whose worker had to be repaired is put back into `tasks`."""
+    def _wait_one(self, tasks: deque[Task]) -> tuple[WorkerHandle, Task, Any] | None:
+        """Waits for one call to end. The task of a worker that is lost is put back into `tasks`."""
         worker, outcome = wait_first(self._workers, self.cluster)
         task, ahead = worker.task, worker.ahead
         worker.ended()
-        kind = outcome.kind if isinstance(outcome, Failure) else "done"
-        if kind == "lost" or ((task or ahead) and kind in ("stale", "broken")):
+        if isinstance(outcome, Lost):
             self._ahead.forget(ahead)
-            self._repair(worker, outcome, sum(map(len, task.share)) if task else len(ahead))
+            self._replace(worker, outcome, len(task.rows) if task else len(ahead))
             tasks.extendleft([task] if task else [])
-            return None
-        if ahead:
-            self._note_ahead(worker, ahead, outcome)
-            return None
-        if task:
-            if kind == "done":
-                self._faults.clear()
+        elif task:
+            self._losses.clear()
             return worker, task, outcome
-        if isinstance(outcome, Failure):
-            raise RolloutError(f"{worker} could not be brought to weight version {self.weight_version}: {outcome}")
-        worker.info = outcome if worker.info is None else worker.info
+        elif ahead:
+            self._ahead.learn(ahead, *outcome)
+        elif worker.info is None:
+            worker.info = outcome
         return None
 
-    def _note_ahead(self, worker: WorkerHandle, requests: Sequence[Request], outcome: Any | Failure) -> None:
-        """Stores the texts of rows ahead; rows that fail are left to their own batch, which handles errors."""
-        if isinstance(outcome, Failure):
-            logger.warning("%s failed on %d rows ahead of their turn: %s", worker, len(requests), outcome)
-            self._ahead.forget(requests, wanted=False)
-        else:
-            self._ahead.learn(requests, *outcome)
-
-    def _repair(self, worker: WorkerHandle, failure: Failure, rows: int) -> None:
-        """Replaces a lost or broken worker, busy with so many rows; one with stale weights gets the current ones."""
+    def _replace(self, worker: WorkerHandle, lost: Lost, rows: int) -> None:
+        """Starts a lost worker again. Args: rows: those that it was busy with."""
         doing = f" with {rows} rows" if rows else ""
-        self._faults.append(f"{worker}{doing} {failure}")
-        if len(self._faults) > self.cluster.max_restarts:
+        self._losses.append(f"{worker}{doing} {lost.reason}")
+        if len(self._losses) > self.cluster.max_restarts:
             raise RolloutError(
-                f"{len(self._faults)} faults of workers without a finished share between them, more than "
-                f"cluster.max_restarts={self.cluster.max_restarts} allows. The last: {self._faults[-1]}\n"
-                f"The first: {self._faults[0]}"
+                f"{len(self._losses)} workers were lost without a finished call between them, more than "
+                f"cluster.max_restarts={self.cluster.max_restarts} allows. The last: {self._losses[-1]}\n"
+                f"The first: {self._losses[0]}"
             )
-        logger.warning("%s; it is repaired and its rows are rolled out again", self._faults[-1])
-        if failure.kind == "stale":
-            worker.submit(self.cluster.start_timeout_s, "update_weights", *self._state)
-        else:
-            self.replaced += 1
-            self._delivery.unlink()
-            ray.kill(worker.actor, no_restart=True)
-            self._start(worker)
+        logger.warning("%s; it is replaced and its rows are rolled out again", self._losses[-1])
+        self.replaced += 1
+        self._delivery.unlink()
+        ray.kill(worker.actor, no_restart=True)
+        self._start(worker)
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:

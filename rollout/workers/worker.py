@@ -10,37 +10,24 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specrl.rollout.engines.base import NO_WEIGHTS, Engine, EngineSpec, Meta, Probe, out_of_memory
+from specrl.rollout.engines.base import NO_WEIGHTS, Engine, EngineSpec, Meta, Probe
 from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 
 Arrays = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]
-Share = list[list[int]]
-"""Rows of one call, grouped by prompt."""
-FailureKind = Literal["stale", "memory", "rows", "broken", "lost"]
-"""`rows`: the engine failed on these rows. `broken`: it fails on any. `lost`: its process died or hangs."""
-
-
-class StaleWeights(RolloutError):
-    """A worker was asked for text of a weight version that it does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a call returns instead of a result."""
+    """What a call that raised returns instead of a result."""
 
-    kind: FailureKind
     reason: str
-    traceback: str = ""
-    """Empty for errors whose message is sufficient."""
-
-    def __str__(self) -> str:
-        return f"{self.reason}\n{self.traceback}".strip()
+    """The message of a RolloutError, the traceback of another exception."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +58,7 @@ class RolloutWorker:
         try:
             return getattr(self, method)(*args)
         except Exception as error:
-            known = isinstance(error, RolloutError)
-            reason = str(error) if known else f"{type(error).__name__}: {error}"
-            return Failure(self._kind(error), reason, "" if known else traceback.format_exc())
+            return Failure(str(error) if isinstance(error, RolloutError) else traceback.format_exc())
 
     def start(
         self,
@@ -139,18 +124,7 @@ class RolloutWorker:
 
     def _check_version(self, version: int) -> None:
         if version != self.version:
-            raise StaleWeights(f"worker {self.index} has weight version {self.version}, not {version}")
-
-    def _kind(self, error: Exception) -> FailureKind:
-        if isinstance(error, StaleWeights):
-            return "stale"
-        if out_of_memory(error):
-            return "memory"
-        try:  # the rows are to blame only if the engine still works without them
-            self.engine.score((0, 0))
-        except Exception:
-            return "broken"
-        return "rows"
+            raise RolloutError(f"worker {self.index} has weight version {self.version}, not {version}")
 
 
 def gpu_uuid() -> str:
@@ -160,8 +134,8 @@ def gpu_uuid() -> str:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
-def split_work(requests: Sequence[Request], shares: int) -> list[Share]:
-    """Splits requests into at most `shares` shares of similar work, the longest first.
+def split_work(requests: Sequence[Request], shares: int) -> list[list[int]]:
+    """Splits requests, by their indices, into at most `shares` shares of similar work, the longest first.
 
     Rows of one prompt stay together because they share its prefill. Prompts are assigned in order of decreasing
     expected tokens, each to the share with the fewest so far.
@@ -172,10 +146,10 @@ def split_work(requests: Sequence[Request], shares: int) -> list[Share]:
         prompt, tokens = tuple(request.prompt), request.expected_tokens
         groups.setdefault(prompt, []).append(i)
         work[prompt] += request.max_new_tokens if tokens is None else tokens
-    heap: list[tuple[int, int, Share]] = [(0, n, []) for n in range(min(shares, len(groups)))]
+    heap: list[tuple[int, int, list[int]]] = [(0, n, []) for n in range(min(shares, len(groups)))]
     for prompt in sorted(groups, key=work.__getitem__, reverse=True):
         load, n, share = heap[0]
-        share.append(groups[prompt])
+        share += groups[prompt]
         heapq.heapreplace(heap, (load + work[prompt], n, share))
     return [share for _, _, share in sorted(heap, key=lambda entry: (-entry[0], entry[1]))]
 

@@ -6,17 +6,14 @@ import signal
 import time
 from pathlib import Path
 
-import torch
-
 from specrl.rollout.build import build_engine
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.keys import derive_key
 from specrl.rollout.types import Request
-from specrl.rollout.workers.worker import StaleWeights
 
 VOCAB, EOS_IDS = 61, frozenset({1, 7})
-# First tokens of prompts that cause faults. FRAIL applies only to the first engine of a pool, STALE once per engine.
-POISON, TIGHT, FULL, DEADLY, FRAIL, OTHER, STALE, SLOW = range(53, 61)
+POISON, DEADLY, SLOW = range(58, 61)
+"""First tokens of prompts that cause faults."""
 
 
 class Faulty:
@@ -25,7 +22,7 @@ class Faulty:
     own_weights = True
 
     def __init__(self, engine, folder):
-        self.engine, self.folder, self.broken, self.stale = engine, folder, False, False
+        self.engine, self.folder = engine, folder
         note(folder, "pids")
 
     def generate(self, requests):
@@ -37,35 +34,17 @@ class Faulty:
         if SLOW in marks:
             note(self.folder, "slow")
             time.sleep(1)
-        if OTHER in marks or (STALE in marks and not self.stale):
-            self.engine.model.load_state_dict({n: -x for n, x in self.engine.model.state_dict().items()})
-        if STALE in marks and not self.stale:
-            self.stale = True
-            raise StaleWeights("these weights are not the policy's")
-        if FRAIL in marks and not noted(self.folder, "broken"):
-            note(self.folder, "broken")
-            self.broken = True
         if POISON in marks:
             raise ValueError("cannot digest this prompt")
-        if FULL in marks or (TIGHT in marks and len(requests) > 2):
-            raise torch.OutOfMemoryError(f"CUDA out of memory: no room for {len(requests)} rows")
-        self.score(())
         return self.engine.generate(requests)
 
     def ahead(self, requests, stop):
         marks = [request.prompt[0] for request in requests]
-        if POISON in marks:
-            raise ValueError("cannot digest this prompt")
         if SLOW in marks:
             note(self.folder, "ahead")
             while not stop():
                 time.sleep(0.01)
         return self.engine.ahead(requests, stop)
-
-    def score(self, tokens):
-        if self.broken:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return self.engine.score(tokens) if tokens else []
 
     def __getattr__(self, name):
         return getattr(self.engine, name)

@@ -105,14 +105,6 @@ def test_idle_workers_get_the_longest_share_that_nobody_works_on():
     assert (ahead.take(), ahead.share(1)) == (({}, 0.0), []), "it is over"
 
 
-def test_rows_that_fail_are_left_to_their_batch():
-    ahead = Ahead()
-    ahead.plan(asked(0, 1))
-    ahead.forget(ahead.share(2), wanted=False)
-    assert keys_of(ahead.share(1)) == [1]
-    assert ahead.share(1) == []
-
-
 @pytest.mark.parametrize(
     ("later", "kept"),
     [

@@ -26,7 +26,7 @@ from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.lossy.routed import RoutedRollout
 from specrl.rollout.lossy.router import Router, StepEnd
 from specrl.rollout.sections import BudgetConfig, ClusterConfig
-from specrl.rollout.types import Completion, EngineStats, RolloutError
+from specrl.rollout.types import EngineStats, RolloutError
 from specrl.rollout.workers.ahead import following
 from specrl.rollout.workers.pool import RolloutPool
 from specrl.run.cluster import connect
@@ -34,13 +34,8 @@ from tests.engines import routed
 from tests.rollout.workers.faulty import (
     DEADLY,
     EOS_IDS,
-    FRAIL,
-    FULL,
-    OTHER,
     POISON,
     SLOW,
-    STALE,
-    TIGHT,
     build,
     build_deaf,
     differing,
@@ -50,7 +45,7 @@ from tests.rollout.workers.faulty import (
 )
 
 ROOT = Path(__file__).parents[3]
-CLUSTER = ClusterConfig(num_workers=2, start_timeout_s=120, max_failed_ratio=0.25)
+CLUSTER = ClusterConfig(num_workers=2, start_timeout_s=120)
 
 pytestmark = pytest.mark.slow  # a real cluster
 long = pytest.mark.long  # starts new workers
@@ -183,9 +178,8 @@ def test_workers_end_with_a_driver_that_is_killed(killed):
 # Identity -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("workers", "tasks"), [(2, 1), (2, 3)])
-def test_the_number_of_workers_changes_nothing(pools, local, workers, tasks):
-    pool = pools(workers, tasks_per_worker=tasks)
+def test_the_number_of_workers_changes_nothing(pools, local):
+    pool = pools(2)
     plain, _ = local.generate(requests_of())
     assert differing(pool.generate(requests_of())[0], plain) == []
     texts = [c.tokens for c in plain]
@@ -195,8 +189,6 @@ def test_the_number_of_workers_changes_nothing(pools, local, workers, tasks):
     assert sum(map(sum, (c.reused for c in drafted))) == stats.accepted
     other, _ = pool.generate(requests_of(visit=1))
     assert len(differing(other, plain)) > 20, "the comparison must notice other noise"
-    if workers == 3:
-        pool.close()
 
 
 def test_a_worker_without_rows_is_called_too(pools, local):
@@ -260,18 +252,6 @@ def test_a_worker_that_ignores_weights_is_caught_by_the_probe(start, spec, build
     with pytest.raises(RolloutError, match="closed"):
         pool.generate(requests_of())
     assert wait_until(lambda: all(map(gone, pids)))
-
-
-def test_a_worker_without_proven_weights_gets_them_before_it_serves(pools, local):
-    pool, replaced = pools(2), pools(2).replaced
-    pool.update_weights(local.model.state_dict().items(), pool.weight_version)
-    requests = requests_of(marks=[STALE])
-    assert differing(pool.generate(requests)[0], local.generate(requests)[0]) == []
-    assert pool.replaced == replaced
-    requests = requests_of(marks=[OTHER])
-    done, want = pool.generate(requests)[0], local.generate(requests)[0]
-    assert len(differing(done, want)) >= 4, "the other weights do make a difference"
-    pool.update_weights(local.model.state_dict().items(), pool.weight_version)
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------
@@ -360,19 +340,6 @@ def test_a_worker_lost_while_it_works_ahead_costs_drafts_only(pools, local):
     assert wait_until(lambda: gone(pid))
 
 
-def test_rows_that_fail_ahead_are_left_to_their_turn(pools, local, caplog):
-    pool, coming = pools(2), requests_of(visit=1, marks=[POISON])
-    replaced = pool.replaced
-    pool.begin(coming)
-    pool.generate(requests_of())
-    time.sleep(1)
-    texts, _ = pool.stop()
-    assert 0 < len(texts) < len(coming)
-    assert beginnings(texts, coming, local)
-    assert "rows ahead of their turn: ValueError: cannot digest this prompt" in caplog.text
-    assert pool.replaced == replaced
-
-
 def test_new_weights_wait_for_what_runs_ahead_to_stop(pools, local, build_model):
     pool, coming = pools(2), requests_of(visit=1, marks=[SLOW])
     folder, version = Path(pool.spec.model), pool.weight_version
@@ -395,65 +362,34 @@ def test_a_worker_killed_while_idle_is_replaced(pools, local):
     assert pool.replaced == replaced + 1
 
 
-def test_an_engine_that_broke_inside_a_living_worker_is_replaced(pools, local):
-    pool = pools(2)
-    replaced, requests = pool.replaced, requests_of(marks=[FRAIL])
-    assert differing(pool.generate(requests)[0], local.generate(requests)[0]) == []
-    assert len(noted(Path(pool.spec.model), "broken")) == 1
-    assert pool.replaced == replaced + 1
-
-
 @long
 def test_a_worker_that_dies_again_and_again_stops_the_run(pools):
     pool = pools(1, max_restarts=1)
     with pytest.raises(RolloutError) as stop:
         pool.generate(requests_of(4, marks=[DEADLY]))
-    assert re.search(r"2 faults of workers .* cluster.max_restarts=1 allows", str(stop.value))
+    assert re.search(r"2 workers were lost .* cluster.max_restarts=1 allows", str(stop.value))
     assert re.search(r"The last: worker 0 \(pid \d+\) with 4 rows died: .*SYSTEM_ERROR", str(stop.value))
     assert psutil.Process().children(recursive=True), "Ray itself lives on"
     with pytest.raises(RolloutError, match="closed"):
         pool.generate([])
 
 
-def test_a_poisoned_prompt_fails_alone(pools, local):
-    pool = pools(2, max_failed_ratio=0.0)
-    requests = requests_of(marks=[13, 14, POISON])
-    done, _ = pool.generate(requests)
-    want, _ = local.generate(requests)
-    assert [i for i, c in enumerate(done) if c.failure] == [8, 9, 10, 11], "one prompt is tolerated at any ratio"
-    assert differing(done, want, rows={*range(24)} - {*range(8, 12)}) == []
-    assert done[8] == Completion([], [], [], [], "length", pool.weight_version, 0, failure=done[8].failure)
-    assert done[8].failure == "ValueError: cannot digest this prompt"
-    assert differing(done, want) == [8, 9, 10, 11], "the comparison sees failed rows"
-
-
-@long
-def test_too_many_failed_rows_stop_the_run(pools, build_model):
-    with pytest.raises(RolloutError) as stop:
-        pools(1, max_failed_ratio=0.1).generate(requests_of(marks=[POISON, POISON]))
-    assert "8 of 24 rows failed in the engine, more than cluster.max_failed_ratio=0.1 allows" in str(stop.value)
-    assert re.search(r"ValueError: cannot digest this prompt\nTraceback[\s\S]*in generate", str(stop.value))
-    pool = pools(1, max_failed_ratio=1.0)
+def test_what_an_engine_raises_stops_the_run(pools, build_model):
+    with pytest.raises(RolloutError, match=r"worker 0 \(pid \d+\) failed in generate: Traceback") as stop:
+        pools(1).generate(requests_of(marks=[POISON]))
+    assert re.search(r"in generate\n[\s\S]*ValueError: cannot digest this prompt", str(stop.value))
+    pool = pools(1)
     nan = {name: torch.full_like(x, float("nan")) for name, x in state(build_model, 0).items()}
     pool.update_weights(nan.items(), 1)
-    with pytest.raises(RolloutError, match=r"8 of 8 rows failed .*NaN or infinite logits \(weight version 1\)") as stop:
+    with pytest.raises(RolloutError, match=r"generate: .*NaN or infinite logits \(weight version 1\)") as stop:
         pool.generate(requests_of(8))
     assert "Traceback" not in str(stop.value), "a message of its own is sufficient"
 
 
 @long
-def test_a_share_that_does_not_fit_the_memory_is_cut(pools, local):
-    pool = pools(1)
-    requests = requests_of(12, marks=[13, TIGHT])
-    assert differing(pool.generate(requests)[0], local.generate(requests)[0]) == []
-    with pytest.raises(RolloutError, match=r"(?s)out of memory with 1 of 16 rows.*rows_per_batch.*Trace"):
-        pool.generate(requests_of(16, marks=[FULL] * 4))
-
-
-@long
 def test_workers_that_cannot_start_say_why(started, spec):
     one = replace(CLUSTER, num_workers=1)
-    with pytest.raises(RolloutError, match=r"worker 0 could not be brought to weight version 0: .*no/such/model"):
+    with pytest.raises(RolloutError, match=r"(?s)worker 0 failed in start: .*no/such/model"):
         RolloutPool(replace(spec, model="no/such/model"), one)
     with pytest.raises(
         RolloutError, match=r"start_timeout_s=1; it needs 99 CPUs and 0 GPUs, and the cluster has .* free. Ask"

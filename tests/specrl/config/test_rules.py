@@ -187,7 +187,7 @@ KNOWN = options(Config)
 NUMBERS = {key: option for key, option in KNOWN.items() if {int, float} & {*option.members} and not option.container}
 AT_LEAST_ONE = """
 rollout.group_size rollout.max_new_tokens rollout.rows_per_batch rollout.tokens_per_pass trainer.prompts_per_step
-trainer.updates_per_rollout trainer.minibatches trainer.keep_checkpoints reward.workers cluster.tasks_per_worker
+trainer.updates_per_rollout trainer.minibatches trainer.keep_checkpoints reward.workers
 """
 
 

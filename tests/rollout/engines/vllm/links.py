@@ -89,7 +89,7 @@ class Link:
         with ThreadPoolExecutor() as pool:
             results = list(pool.map(lambda worker, its: worker.run(method, *its), self.workers, args))
         if failed := [result for result in results if isinstance(result, Failure)]:
-            raise RolloutError(str(failed[0]))
+            raise RolloutError(failed[0].reason)
 
     def send(self, weights, version, probe):
         self.delivery.take(weights)
