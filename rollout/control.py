@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from specrl.rollout.metrics import Divergence, lossy_metrics, rollout_metrics
-from specrl.rollout.reduction import Metric, count, ratio, seconds, shared
+from specrl.rollout.reduction import Metric, ratio, seconds, shared
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import RolloutBatch, RolloutError, Row
 
@@ -33,8 +33,6 @@ class Control:
         self._score = score
         self._exchange = exchange
         self._strict = strict
-        self._lost = 0
-        """Control rows of the last control step that have no response."""
         self.rollouts = 0
         """Observed so far; a resumed run continues the count."""
 
@@ -56,27 +54,21 @@ class Control:
         """The metrics of a stored batch.
 
         Raises:
-            RolloutError: no row has a response, or `strict` and one differs.
+            RolloutError: `strict`, and a response differs.
         """
         config = self._rollout.config
         metrics = rollout_metrics(batch)
         if config.acceptance in ("judged", "routed"):
             metrics |= lossy_metrics(batch)
         self.rollouts += 1
-        if self.measured:
-            self._lost = 0
-            if config.acceptance == "exact":
-                metrics |= self._plain(rows, batch)
-                if config.replay:
-                    metrics |= self._reuse_gap(rows, batch, rewards, step)
-            metrics["control/failed_rows"] = count(self._lost)
+        if self.measured and config.acceptance == "exact":
+            metrics |= self._plain(rows, batch)
+            if config.replay:
+                metrics |= self._reuse_gap(rows, batch, rewards, step)
         return metrics
 
     def _plain(self, rows: Sequence[Row], batch: RolloutBatch) -> dict[str, Metric]:
-        """The same rows by plain decoding with the same keys, timed and compared token for token.
-
-        If a row of any process failed on either side, the two did different work and their times are not compared.
-        """
+        """The same rows by plain decoding with the same keys, timed and compared token for token."""
         ends = [0, *accumulate(batch.calls or [len(rows)])]  # in the same calls, as rows of one call share passes
         # with dynamic sampling a process may have had no row in a call
         calls = [slice(first, end) for first, end in pairwise(ends) if first < end]
@@ -85,18 +77,18 @@ class Control:
         divergence = Divergence.of(batch.completions, plain.completions)
         if self._strict:
             refuse_divergence(divergence, rows, batch)
-        spent = {"timing_s/control": seconds(plain.total_s), **divergence.metrics()}
-        self._lost += sum(bool(c.failure) for c in plain.completions)
-        failed = any(c.failure for c in (*batch.completions, *plain.completions))
-        if any(self._exchange([failed])):
-            return spent
         plain_s = seconds(plain.total_s)
-        return {"spec/plain_s": plain_s, "spec/speedup": ratio(plain_s, seconds(batch.total_s)), **spent}
+        return {
+            "spec/plain_s": plain_s,
+            "spec/speedup": ratio(plain_s, seconds(batch.total_s)),
+            "timing_s/control": plain_s,
+            **divergence.metrics(),
+        }
 
     def _reuse_gap(self, rows, batch: RolloutBatch, rewards, step: int) -> dict[str, Metric]:
         """Mean reward of replayed rows minus that of fresh rows of the same prompts and samples (docs/guarantees.md).
 
-        Only pairs count in which both rows have a response and a reward.
+        Only pairs count in which both rows have a reward.
         """
         scored = zip(batch.replayed, rewards, strict=True)
         chosen = [i for i, (replayed, reward) in enumerate(scored) if replayed and reward is not None]
@@ -111,10 +103,8 @@ class Control:
                 domain="control",
             )
             metrics = {"timing_s/reuse_gap": seconds(control.total_s)}
-            done = [(i, c.tokens) for i, c in zip(chosen, control.completions, strict=True) if not c.failure]
-            self._lost += len(chosen) - len(done)
-            fresh = self._score([rows[i] for i, _ in done], [tokens for _, tokens in done]) if done else []
-            for (i, _), score in zip(done, fresh, strict=True):
+            fresh = self._score([rows[i] for i in chosen], [c.tokens for c in control.completions])
+            for i, score in zip(chosen, fresh, strict=True):
                 if score is not None:
                     by_prompt[rows[i].example_id].append(rewards[i] - score)
         from specrl.rollout.replay import reuse_gap  # only runs that replay keys import it

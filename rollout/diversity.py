@@ -36,7 +36,7 @@ def diversity_metrics(
     """`diversity/distinct_4`, `diversity/group_overlap` and `diversity/old_overlap` of a batch (docs/metrics.md).
 
     Args:
-        responses: token ids of each row; empty for rows without a response, which are left out.
+        responses: token ids of each row; empty ones are left out.
         old: the stored response of each row's sample, None without one.
     """
     groups: dict[str, list[np.ndarray]] = defaultdict(list)

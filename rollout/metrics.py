@@ -16,8 +16,7 @@ TOKEN_BYTES = 8  # in a list of token ids, whose integers Python shares
 class Divergence:
     """Where responses differ from those of plain decoding with the same keys.
 
-    After its first differing token a row is another text, so each row is compared up to and including that token. Rows
-    that failed on either side are not compared.
+    After its first differing token a row is another text, so each row is compared up to and including that token.
     """
 
     tokens: int = 0
@@ -29,8 +28,6 @@ class Divergence:
     def of(cls, done: Sequence[Completion], plain: Sequence[Completion]) -> Divergence:
         divergence = cls()
         for i, (a, b) in enumerate(zip(done, plain, strict=True)):
-            if a.failure or b.failure:
-                continue
             if a.tokens == b.tokens:
                 divergence.tokens += len(a.tokens)
                 continue
@@ -55,10 +52,8 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, Metric]:
     stats = batch.stats
     if not batch.completions:
         raise RolloutError("a rollout of no rows has no metrics")
-    done = [c for c in batch.completions if not c.failure]
-    if not done:
-        raise RolloutError(f"no row of the rollout has a response; the first says: {batch.completions[0].failure}")
-    rows = len(batch.completions)
+    done = batch.completions
+    rows = len(done)
     total = sum(len(c.tokens) for c in done)
     reused = sum(sum(c.reused) for c in done)
     passes = sum(c.passes for c in done)
@@ -71,13 +66,12 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, Metric]:
         "timing_s/draft": seconds(stats.draft_s),
         "timing_s/verify": seconds(stats.verify_s),
         "timing_s/decode": seconds(stats.decode_s),
-        "rollout/failed_rows": count(rows - len(done)),
         "spec/hit_rate": mean(len(ages), rows),
         "spec/reused_ratio": mean(reused, total),
         "spec/full_reuse_ratio": mean(sum(batch.unchanged), rows),
         "spec/reused_tokens": count(reused),
         "spec/new_tokens": count(total - reused),
-        "spec/passes_per_row": mean(passes, len(done)),
+        "spec/passes_per_row": mean(passes, rows),
         "spec/passes_max": highest(max(c.passes for c in done)),
         "spec/forward_tokens": count(stats.forward_tokens),
         "spec/ties": count(stats.ties),

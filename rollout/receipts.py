@@ -1,8 +1,7 @@
 """Receipts: an 8-byte digest of every response of a run, from which its tokens can be checked later (specrl.verify).
 
 `digests.jsonl` begins with a line about the run and has one line a rollout: {"step": N, "rows": [[example id, sample
-index, visit, key, digest], ...]}, every row once; the digest of one without a response is "". Lines are in the order
-of the steps.
+index, visit, key, digest], ...]}, every row once. Lines are in the order of the steps.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ class Receipt(NamedTuple):
     visit: int
     key: int
     digest: str
-    """Empty for a row without a response."""
 
 
 def digest(key: int, tokens: Sequence[int], finish: str) -> str:
@@ -45,7 +43,7 @@ def receipts_of(rows: Sequence[Row], batch: RolloutBatch) -> list[Receipt]:
     """The receipts of the rows."""
     columns = zip(rows, batch.sample_indices, batch.visits, batch.keys, batch.completions, strict=True)
     return [
-        Receipt(row.example_id, sample_index, visit, key, "" if c.failure else digest(key, c.tokens, c.finish))
+        Receipt(row.example_id, sample_index, visit, key, digest(key, c.tokens, c.finish))
         for row, sample_index, visit, key, c in columns
     ]
 

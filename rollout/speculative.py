@@ -237,7 +237,6 @@ class SpeculativeRollout:
             for r, s, k, c, reward in zip(
                 rows, batch.sample_indices, batch.keys, batch.completions, rewards, strict=True
             )
-            if not c.failure
         ]
 
     def _stored_logprobs(self, c: Completion) -> Sequence[float] | None:

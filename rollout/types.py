@@ -124,8 +124,6 @@ class Completion:
     """From the start of the engine's call until it was finished."""
     draft_version: int | None = None
     """Weight version that sampled the reused tokens if that is not `version` (the lenient rule), else None."""
-    failure: str = ""
-    """Why this row has no response (its sequences are then empty); such rows are masked and counted, never scored."""
     own: tuple[int, float] | None = None
     """Of a text that the policy only read: the token that it samples itself at the first position where that is not the
     text's, with its log-prob. None: it samples the text."""

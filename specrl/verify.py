@@ -68,16 +68,13 @@ def main(options: VerifyOptions) -> int:
         examples = same_examples(config, served, about)
         wrong = wrong_rows(recorded[step], examples, config)
         receipts = recorded[step][: options.rows or None]
-        first_turns = [receipt for receipt in receipts if receipt.example_id in examples]
-        decoded = [receipt for receipt in first_turns if receipt.digest]
+        decoded = [receipt for receipt in receipts if receipt.example_id in examples]
         differing = check(config, served, examples, decoded, texts_of(folder, step)) if decoded else []
     for line in receipt_lines(folder, step, decoded, differing, served):
         print(line)
     for line in wrong:
         print(f"wrong row: {line}")
-    if left := len(first_turns) - len(decoded):
-        print(f"{counted(left, 'row')} without a response in the run.")
-    if left := len(receipts) - len(first_turns):
+    if left := len(receipts) - len(decoded):
         print(f"{counted(left, 'row')} of later turns left out: the run does not keep their prompts.")
     return RUN_ERROR if wrong or any(not row.near_tie for row in differing) else 0
 

@@ -91,7 +91,7 @@ class Conversation:
         return self.messages[-1].get("tool_calls") or []
 
     def respond(self, response: Completion, message: dict[str, Any]) -> None:
-        """Adds a response. One without tokens, because its row failed, has no calls."""
+        """Adds a response."""
         self.responses.append(response)
         self.messages.append(message)
         self.tokens += response.tokens
@@ -106,15 +106,13 @@ class Conversation:
         return True
 
     def whole(self) -> Completion:
-        """All that followed the first prompt as one response, with a mask; if a turn failed, so did all of it."""
+        """All that followed the first prompt as one response, with a mask."""
         last = self.responses[-1]
-        whole = Completion([], [], [], [], finish=last.finish, version=last.version, passes=0, failure=last.failure)
+        whole = Completion([], [], [], [], finish=last.finish, version=last.version, passes=0)
         mask: list[int] = []
         for i, response in enumerate(self.responses):
             whole.passes += response.passes
             whole.seconds += response.seconds
-            if last.failure:
-                continue
             answer = self.answers[i] if i < len(self.answers) else []
             no = [0.0] * len(answer)
             whole.tokens += [*response.tokens, *answer]

@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from specrl.rollout.control import Control
 from specrl.rollout.engines.base import Engine
 from specrl.rollout.keys import Visits, derive_key
-from specrl.rollout.reduction import Metric, count, merged, seconds
+from specrl.rollout.reduction import Metric, merged, seconds
 from specrl.rollout.types import Row
 from specrl.trainers import weights
 from specrl.trainers.correction import Importance, overlong_penalty
@@ -184,13 +184,8 @@ class Rollouts:
             responses = [c.tokens for c in batch.completions]
         check_batch(batch, len(inputs), self.version)
         began = time.perf_counter()
-        done = [i for i, completion in enumerate(batch.completions) if not completion.failure]
-        totals, metrics = self._setup.score([inputs[i] for i in done], [responses[i] for i in done])
-        failed = metrics.get("reward/failed", count(0)).later(count(len(inputs) - len(done)))
-        unpenalised: list[float | None] = [None] * len(inputs)
-        for i, total in zip(done, totals, strict=True):
-            unpenalised[i] = total
-        self._note(metrics | {"reward/failed": failed, "timing_s/reward": seconds(time.perf_counter() - began)})
+        unpenalised, metrics = self._setup.score(inputs, responses)
+        self._note(metrics | {"timing_s/reward": seconds(time.perf_counter() - began)})
         rewards = self._penalised(unpenalised, [len(c.tokens) for c in batch.completions])
         return Scored(inputs, rows, batch, rewards, unpenalised, turns)
 
@@ -235,7 +230,7 @@ class Rollouts:
             metrics |= self.drafter_alarm.observe(batch.stats)
         if self.drafter_trainer:
             responses = zip(sampled.rows, sampled.batch.completions, strict=True)
-            self.drafter_trainer.observe([(row.prompt, c.tokens) for row, c in responses if not c.failure], batch.stats)
+            self.drafter_trainer.observe([(row.prompt, c.tokens) for row, c in responses], batch.stats)
         return metrics
 
     def state(self) -> dict[str, Any]:

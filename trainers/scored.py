@@ -78,8 +78,8 @@ def check_batch(batch: RolloutBatch, rows: int, version: int) -> None:
     if len(batch.completions) != rows:
         raise RolloutError(f"the engine returned {len(batch.completions)} responses for {rows} rows")
     for i, c in enumerate(batch.completions):
-        if not c.failure and not 0 < len(c.tokens) == len(c.logprobs) == len(c.behaviour_logprobs) == len(c.reused):
+        if not 0 < len(c.tokens) == len(c.logprobs) == len(c.behaviour_logprobs) == len(c.reused):
             raise RolloutError(f"the engine returned a malformed response for row {i}: {len(c.tokens)} tokens, "
                                f"{len(c.logprobs)} log-probs")  # fmt: skip
-        if not c.failure and c.version != version:
+        if c.version != version:
             raise RolloutError(f"the engine returned row {i} by weight version {c.version} at version {version}")

@@ -87,19 +87,13 @@ class RoutedRollout:
             for engine, other in ((self.policy, self.draft), (self.draft, self.policy)):
                 if isinstance(engine, HoldsSessions):
                     stack.enter_context(engine.session(requests, beside=other))
-            while active := {i: row for i, row in rows.items() if not (row.finish or row.failure)}:
+            while active := {i: row for i, row in rows.items() if not row.finish}:
                 for i, step in self._next_steps(active, stats).items():
-                    if not active[i].failure:
-                        stats.accepted += active[i].keep(step, self.step_end.eos_ids)
+                    stats.accepted += active[i].keep(step, self.step_end.eos_ids)
             with _timed(stats, "decode_s"):
                 self._read_kept(rows, stats)
         self._observe_drift(rows.values(), stats)
-        return [self._completion(row) for row in rows.values()], stats
-
-    def _completion(self, row: RoutedRow) -> Completion:
-        if row.failure:
-            return Completion([], [], [], [], "length", self.weight_version, 0, failure=row.failure)
-        return row.completion(self.weight_version)
+        return [row.completion(self.weight_version) for row in rows.values()], stats
 
     def _next_steps(self, rows: Mapping[int, RoutedRow], stats: EngineStats) -> dict[int, Step]:
         """The next step of every row."""
@@ -165,14 +159,9 @@ class RoutedRollout:
         for i, step in steps.items():
             if step.tokens and not step.end:
                 step.end = self._end(rows[i], step)
-        while active := [i for i, step in steps.items() if not step.end and not rows[i].failure]:
+        while active := [i for i, step in steps.items() if not step.end]:
             asked = [self._request(rows[i], steps[i], drafted.get(i)) for i in active]
             for i, c in zip(active, self._generate(engine, asked, stats), strict=True):
-                if c.failure:
-                    steps[i].end = "broken"
-                    if source == "policy":
-                        rows[i].failure = c.failure
-                    continue
                 steps[i].extend(c.tokens, c.logprobs)
                 steps[i].end = self._end(rows[i], steps[i])
                 if source == "policy":
@@ -215,7 +204,7 @@ class RoutedRollout:
         asked = {}
         for i, row in rows.items():
             unread = [at for at, logprob in enumerate(row.logprobs) if math.isnan(logprob)]
-            if unread and not row.failure:
+            if unread:
                 text = row.tokens[unread[0] : unread[-1] + 1]
                 prompt = [*row.request.prompt, *row.tokens[: unread[0]]]
                 asked[i] = Request(prompt, row.request.key, len(text), position=unread[0]), text
@@ -235,15 +224,13 @@ class RoutedRollout:
         done = {}
         completions = self._generate(self.policy, [request for request, _ in asked.values()], stats)
         for (i, (_, text)), c in zip(asked.items(), completions, strict=True):
-            rows[i].failure = c.failure
             rows[i].passes += c.passes
-            if not c.failure and c.tokens != text:
+            if c.tokens != text:
                 raise RolloutError(
                     f"the policy's engine was to read {len(text)} tokens and returned others: its rule is not that of "
                     "ReadOrVerify. Build it with rollout.build.build_policy"
                 )
-            if not c.failure:
-                done[i] = c
+            done[i] = c
         return done
 
     def _generate(self, engine: Engine, requests: list[Request], stats: EngineStats) -> list[Completion]:
@@ -264,7 +251,7 @@ class RoutedRollout:
             behaviour - policy
             for row in rows
             for behaviour, policy, reused in zip(row.behaviour, row.logprobs, row.reused, strict=True)
-            if reused and not row.failure
+            if reused
         ]
         stats.route_drift += sum(gap - usual for gap in gaps)
         nats, share = DRIFT

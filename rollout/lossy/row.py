@@ -18,8 +18,6 @@ class RoutedRow(Response):
     """A response in progress. Log-probs are NaN while the policy has not read the token; `passes` are the policy's."""
 
     steps: list[Step] = field(default_factory=list)
-    failure: str = ""
-    """Why the policy has no response for it, as in `Completion.failure`."""
 
     def request_after(self, text: Sequence[int], cap: int, stop_ids: frozenset[int] = frozenset()) -> Request:
         """What continues the kept steps and `text` with at most `cap` tokens."""

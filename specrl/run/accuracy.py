@@ -90,7 +90,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean reward, pass@k, mean response length, how many responses failed or have no score, and what it cost.
 
-    Responses that failed or have no score are excluded from every metric, and a metric without any response is absent.
+    Responses without a score are excluded from every metric, and a metric without any response is absent.
 
     pass@k uses only the scores of `rewards.verifiable`, where 1 is correct, not the total of all rewards. Without such
     a reward it is absent.
@@ -102,26 +102,24 @@ def evaluate(
         batch, texts = _single_turns(rollout, tokenizer, examples, config, samples, step)
         completions = batch.completions
         stats = batch.stats
-    done = [(number // samples, completion) for number, completion in enumerate(completions) if not completion.failure]
-    if not done:
-        return {"eval/failed": len(completions)}
-    scored = rewards.score(seen([examples[prompt] for prompt, _ in done], texts, tokenizer, config.dataset))
+    asked = [example for example in examples for _ in range(samples)]
+    scored = rewards.score(seen(asked, texts, tokenizer, config.dataset))
     valid = [total for total in scored.total if total is not None]
-    lengths = [completion.sampled for _, completion in done]
+    lengths = [completion.sampled for completion in completions]
     metrics = {"eval/reward": fmean(valid)} if valid else {}
     metrics |= {"eval/mean_length": fmean(lengths), "eval/failed": len(completions) - len(valid)}
     if batch is not None:
         metrics |= cost(batch)
     if stats.steps:
-        policy_tokens = sum(not reused for _, completion in done for reused in completion.reused)
+        policy_tokens = sum(not reused for completion in completions for reused in completion.reused)
         metrics["eval/policy_tokens_ratio"] = policy_tokens / sum(lengths)
         metrics["eval/escalated_ratio"] = stats.escalated / stats.steps
     if not rewards.verifiable:
         return metrics
     groups: dict[int, list[bool]] = defaultdict(list)
-    for (prompt, _), score in zip(done, scored.parts[rewards.verifiable], strict=True):
+    for number, score in enumerate(scored.parts[rewards.verifiable]):
         if score is not None:
-            groups[prompt].append(score >= RIGHT)
+            groups[number // samples].append(score >= RIGHT)
     return metrics | pass_rates(groups.values(), samples)
 
 
@@ -133,30 +131,28 @@ def _single_turns(
     samples: int,
     step: int,
 ) -> tuple[RolloutBatch, list[str]]:
-    """The responses, and the texts of those that did not fail."""
+    """The responses, and their texts."""
     prompts = [(example.id, tuple(render(example, tokenizer, config.dataset).ids)) for example in examples]
     rows = [Row(*prompt) for prompt in prompts for _ in range(samples)]
     batch = rollout.generate(rows, visit=0, step=step, domain="eval")
     rollout.store(rows, batch, step=step, domain="eval")
-    done = [completion.tokens for completion in batch.completions if not completion.failure]
-    return batch, tokenizer.batch_decode(done, skip_special_tokens=True)
+    tokens = [completion.tokens for completion in batch.completions]
+    return batch, tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
 
 def _conversations(
     engine: Engine, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], config: Config, samples: int
 ) -> tuple[list[Completion], list, EngineStats]:
-    """The conversations, decoded without drafts, and the messages of those that did not fail."""
+    """The conversations, decoded without drafts, and their messages."""
     from specrl.run.toolbox import conversations
 
     held, stats = conversations(engine, tokenizer, examples, config, "eval", samples)
-    completions = [conversation.whole() for conversation in held]
-    said = [c.messages for c, completion in zip(held, completions, strict=True) if not completion.failure]
-    return completions, said, stats
+    return [c.whole() for c in held], [c.messages for c in held], stats
 
 
 def cost(batch: RolloutBatch) -> dict[str, float]:
-    """Passes, tokens from drafts, and seconds of an evaluation, at least one of whose rows has a response."""
-    done = [completion for completion in batch.completions if not completion.failure]
+    """Passes, tokens from drafts, and seconds of an evaluation."""
+    done = batch.completions
     lengths = [len(completion.tokens) for completion in done]
     return {
         "eval/max_length": max(lengths),

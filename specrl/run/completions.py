@@ -86,7 +86,6 @@ def store(path: Path, last: Scored, tokenizer: PreTrainedTokenizerBase) -> None:
             "completion": tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True),
             "reward": pa.array(last.rewards, pa.float64()),
             "finish": [c.finish for c in done],
-            "failure": [c.failure for c in done],
             "versions": [c.versions for c in done],
             "tokens": [c.tokens for c in done],
             "reused_tokens": [sum(c.reused) for c in done],

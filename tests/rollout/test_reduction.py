@@ -25,15 +25,14 @@ from specrl.rollout.types import AheadText, Completion, EngineStats, RolloutBatc
 
 
 def batch(rows: int, step: float) -> RolloutBatch:
-    """Rows of increasing lengths, with costs that are multiples of `step`. Rows of different steps all differ."""
+    """One row more than `rows`, of increasing lengths, with costs that are multiples of `step`. Rows of different steps all differ."""
     done = []
-    for i in range(rows):
+    for i in range(rows + 1):
         n = 2 + i * 3
         reused = [t % 3 != i % 3 for t in range(n)]
         logprobs = [-0.25 * step * (t + 1) for t in range(n)]
         behaviour = [logprob - 0.125 * (i + 1) for logprob in logprobs]
         done.append(Completion(list(range(n)), logprobs, behaviour, reused, "stop", 0, passes=n - sum(reused) + i))
-    done.append(Completion([], [], [], [], "length", 0, 0, failure="its worker died"))
     texts = [AheadText(tuple(done[i].tokens[: 4 + i]), "stop" if i % 2 == 0 else None) for i in range(rows)]
     accepted = rows + 3
     stats = EngineStats(

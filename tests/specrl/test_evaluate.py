@@ -99,9 +99,7 @@ class Scripted:
     """An engine whose responses are scripted by key, and a reward that reads them."""
 
     answers: dict[int, int]
-    """Noise key -> response token, None for a response that fails."""
-    asked: list[str]
-    """What the reward was asked about."""
+    """Noise key -> response token."""
     weight_version: int = 0
 
     def generate(self, requests):
@@ -111,8 +109,6 @@ class Scripted:
 
     @staticmethod
     def _respond(token):
-        if token is None:
-            return Completion([], [], [], [], "length", 0, 0, failure="worker 1: poisoned")
         return Completion([token, 1], [0.0, 0.0], [0.0, 0.0], [False] * 2, "stop", 0, 2)
 
 
@@ -121,25 +117,20 @@ class Digit:
 
     name, verifiable = "digit", True
 
-    def __init__(self):
-        self.asked = []
-
     def __call__(self, samples):
-        self.asked += [sample.completion for sample in samples]
         return [None if s.completion == "9" else float(s.completion) for s in samples]
 
 
 def assess(script: list[str], weights=(), *others):
-    """`script`: for each example one digit per sample, or - for a response that failed."""
+    """`script`: for each example one digit per sample."""
     tokenizer = build_tokenizer()
     examples = [Example(f"e{i}", f"Tom has {i} apples.", "3", {}) for i in range(len(script))]
     answers = {
-        derive_key(5, example.id, i, 0, "eval"): None if digit == "-" else tokenizer.convert_tokens_to_ids(digit)
+        derive_key(5, example.id, i, 0, "eval"): tokenizer.convert_tokens_to_ids(digit)
         for example, digits in zip(examples, script, strict=True)
         for i, digit in enumerate(digits)
     }
-    reward = Digit()
-    engine, rewards = Scripted(answers, reward.asked), RewardSet([reward, *others], weights, max_failure_ratio=1)
+    engine, rewards = Scripted(answers), RewardSet([Digit(), *others], weights, max_failure_ratio=1)
     config = Config(seed=5, rollout=RolloutConfig(max_new_tokens=7))
     rollout = SpeculativeRollout(engine, None, config.rollout, config.seed)
     metrics = evaluate(rollout, tokenizer, examples, rewards, config, len(script[0]))
@@ -181,22 +172,6 @@ def test_failures_are_left_out_and_never_zeros():
 
 def test_when_nothing_can_be_scored_there_is_no_number():
     assert assess(["99", "99"])[0] == {"eval/failed": 4, "eval/mean_length": 2.0}
-    assert assess(["--", "--"])[0] == {"eval/failed": 4}
-
-
-def test_a_response_that_failed_is_no_wrong_answer():
-    """A worker that died says nothing about the policy."""
-    metrics, engine = assess(["111-", "11-9"])
-    assert metrics == {
-        "eval/reward": 1.0,
-        "eval/mean_length": 2.0,
-        "eval/failed": 3,
-        "eval/pass@1": 1.0,
-        "eval/pass@2": 1.0,
-    }
-    assert engine.asked.count("") == 0, "rewards are not asked about it"
-    control, _ = assess(["1110", "1109"])
-    assert control["eval/reward"] == 5 / 7, "a wrong answer is one"
 
 
 class Length:

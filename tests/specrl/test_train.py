@@ -33,7 +33,7 @@ EVERY_STEP = {
 }
 WITH_DRAFTS = {"spec/draft_age", "spec/draft_acceptance_rate"}
 CONTROL = {"spec/speedup", "spec/plain_s", "spec/control_mismatches", "timing_s/control"}
-CONTROL |= {"spec/compared_tokens", "spec/flips_per_1k", "control/failed_rows"}
+CONTROL |= {"spec/compared_tokens", "spec/flips_per_1k"}
 
 
 @pytest.fixture(scope="module")

@@ -33,9 +33,9 @@ class Echo:
         return [Answer([{"role": "tool", "content": f"{call['said']}"}], [ANSWER, call["said"]]) for (call,) in calls]
 
 
-def completion(tokens, failure="") -> Completion:
+def completion(tokens) -> Completion:
     logprobs = [-0.5] * len(tokens)
-    return Completion([*tokens], logprobs, [*logprobs], [True] * len(tokens), "stop", 3, passes=2, failure=failure)
+    return Completion([*tokens], logprobs, [*logprobs], [True] * len(tokens), "stop", 3, passes=2)
 
 
 def conversations(*prompts: list[int]) -> list[Conversation]:
@@ -90,15 +90,6 @@ def test_no_tool_is_called_after_the_last_turn():
     converse([conversation], respond, Echo(), max_turns=2, max_tokens=99)
     assert len(asked) == 2
     assert conversation.tokens[-1] == CALL
-
-
-def test_a_turn_that_failed_fails_the_conversation_and_no_other():
-    failing, other = conversations([1], [2])
-    responses = iter([[completion([10, CALL]), completion([20, CALL])], [completion([], "dead"), completion([21, 8])]])
-    converse([failing, other], lambda going, rows: next(responses), Echo(), max_turns=8, max_tokens=99)
-    assert failing.whole().failure == "dead"
-    assert failing.whole().tokens == []
-    assert other.whole().tokens == [20, CALL, ANSWER, 20, 21, 8]
 
 
 # The whole ----------------------------------------------------------------------------------------------------------

@@ -132,24 +132,6 @@ def test_overlong_responses_are_punished(buffer, expected):
     assert got.unpenalised_rewards == [1.0]
 
 
-def test_a_response_that_failed_is_not_stored():
-    cache = TrajectoryCache(Fingerprint(), 100)
-    storing = made(cache=cache)
-    storing.collect([{"example_id": "e0"}] * 2)
-    storing.sampled_batch.batch.completions[0] = Completion([], [], [], [], "length", 0, 0, failure="its worker died")
-    storing.finish()
-    assert [cache.get("e0", sample_index) is None for sample_index in (0, 1)] == [True, False]
-
-
-def test_the_drafter_in_training_sees_the_rows_that_have_a_response():
-    seen, watched = [], made()
-    watched.drafter_trainer = SimpleNamespace(observe=lambda *arguments: seen.append(arguments))
-    watched.collect([{"example_id": "e0"}] * 2)
-    watched.sampled_batch.batch.completions[0] = Completion([], [], [], [], "length", 0, 0, failure="its worker died")
-    watched.finish()
-    assert seen == [([((5, 6), [1, 2])], watched.sampled_batch.batch.stats)]
-
-
 def test_control_steps_compare_a_shared_engine_with_the_policy(build_model):
     """Plain decoding uses the same code path as drafts, so control rows cannot detect an error in that path."""
     model = build_model("qwen3")
@@ -179,8 +161,6 @@ def test_control_steps_compare_a_shared_engine_with_the_policy(build_model):
 def test_malformed_engine_results_are_refused(completions, message):
     n = len(completions)
     check_batch(RolloutBatch([GOOD, GOOD], [0, 1], [0, 0], [None] * 2, [False] * 2), 2, 3)
-    lost = Completion([], [], [], [], "length", 0, 0, failure="its worker died")
-    check_batch(RolloutBatch([GOOD, lost], [0, 1], [0, 0], [None] * 2, [False] * 2), 2, 3)
     with pytest.raises(RolloutError, match=message):
         check_batch(RolloutBatch(completions, list(range(n)), [0] * n, [None] * n, [False] * n), 2, 3)
 

@@ -111,7 +111,7 @@ class DrafterTrainer:
         """Chooses the texts of a rollout of the current policy to learn from, once the update has read them.
 
         Args:
-            rows: (prompt ids, response ids), without failed rows.
+            rows: (prompt ids, response ids).
             stats: of the rollout.
         """
         state = self.progress

@@ -161,14 +161,13 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         """TRL's rollout_func. Returns the batch collected before, because prompts alone do not identify an example."""
         rows = self.rollouts.train_batch.rows
         completions = self.rollouts.train_batch.batch.completions
-        stand_in = [self.processing_class.pad_token_id]  # TRL accepts no empty response; masked afterwards
         output: dict[str, list] = {
             "prompt_ids": [list(row.prompt) for row in rows],
-            "completion_ids": [stand_in if c.failure else c.tokens for c in completions],
-            "logprobs": [[0.0] if c.failure else c.logprobs for c in completions],
+            "completion_ids": [c.tokens for c in completions],
+            "logprobs": [c.logprobs for c in completions],
         }
         if any(c.mask is not None for c in completions):  # TRL's `tool_mask`
-            output["env_mask"] = [c.mask or [1] * max(1, len(c.tokens)) for c in completions]
+            output["env_mask"] = [c.mask or [1] * len(c.tokens) for c in completions]
         return output
 
     def _total_reward(self, **_: Any) -> list[float | None]:

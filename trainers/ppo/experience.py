@@ -255,7 +255,7 @@ def response_metrics(
         gather: concatenates a tensor over all processes.
     """
     lengths = gather(torch.tensor([c.sampled for c in done], device=totals.device))
-    ended = gather(torch.tensor([c.finish == "stop" and not c.failure for c in done], device=totals.device))
+    ended = gather(torch.tensor([c.finish == "stop" for c in done], device=totals.device))
     rewards = gather(totals)
     groups = rewards.view(-1, group_size)
     known = ~groups.isnan().all(-1)

@@ -24,7 +24,7 @@ from specrl.rollout.lossy.router import (
     decide,
 )
 from specrl.rollout.lossy.row import RoutedRow
-from specrl.rollout.types import Completion, Request, RolloutError
+from specrl.rollout.types import Request, RolloutError
 from specrl.rollout.verify import accept_exact
 from tests import engines
 from tests.engines import local
@@ -505,36 +505,6 @@ def test_the_drift_of_a_learned_router_is_measured_and_said_once(models, usual, 
     said = [record.message for record in caplog.records]
     assert len(said) == warned
     assert all("less likely under the policy" in message for message in said)
-
-
-class Failing:
-    """An engine that has no response for rows of one key, as a pool of workers may."""
-
-    own_weights, weight_version = False, 0
-
-    def __init__(self, engine, key):
-        self.engine, self.key = engine, key
-
-    def generate(self, asked):
-        done, stats = self.engine.generate(asked)
-        lost = Completion([], [], [], [], "length", 0, 0, failure="lost")
-        return [lost if r.key == self.key else c for r, c in zip(asked, done, strict=True)], stats
-
-
-@pytest.mark.parametrize("needs", [set(), {"likelihood"}])
-def test_a_row_that_the_policy_fails_on_is_a_failed_row_and_one_that_the_draft_fails_on_the_policys(models, needs):
-    asked = requests()
-    routing = engine(models, AcceptanceRule(odd, needs=frozenset(needs)))
-    want, _ = routing.generate(asked)
-    policy, draft = routing.policy, routing.draft
-    routing.policy = Failing(policy, asked[1].key)
-    done, _ = routing.generate(asked)
-    assert [c.failure for c in done] == ["", "lost", "", ""]
-    assert [c.tokens for c in done] == [[] if i == 1 else c.tokens for i, c in enumerate(want)]
-    routing.policy, routing.draft = policy, Failing(draft, asked[1].key)
-    done, stats = routing.generate(asked)
-    assert done[1].tokens == plain(models[0], asked)[1].tokens
-    assert stats.route_faults > 0
 
 
 def test_a_worker_without_rows_returns_nothing(models):

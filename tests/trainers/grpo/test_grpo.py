@@ -365,47 +365,6 @@ def test_an_engine_with_other_numerics_is_corrected(tmp_path):
     assert log[DIFFERENCE] == pytest.approx(0.1, abs=1e-3)
 
 
-def without_response(rows: slice):
-    """Planted fault: these rows of every rollout look like rows that an engine could not serve."""
-
-    def plant(trainer):
-        generate = trainer.rollouts.engine.generate
-
-        def failing(requests):
-            completions, stats = generate(requests)
-            nothing = {"tokens": [], "logprobs": [], "behaviour_logprobs": [], "reused": []}
-            completions[rows] = [replace(c, **nothing, failure="worker 1: poisoned") for c in completions[rows]]
-            return completions, stats
-
-        trainer.rollouts.engine.generate = failing
-
-    return plant
-
-
-def test_rows_without_a_response_are_masked_and_counted(tmp_path):
-    plant = without_response(slice(2, 3))
-    outputs = []
-    record = run(tmp_path, lambda t: (plant(t), tap(outputs)(t)), trainer__epochs=2)
-    cache = record.trainer.rollouts.source.cache
-    for step, out, log in zip(record.steps, outputs, logs(record), strict=True):
-        scored = [r for i, r in enumerate(step.rewards) if i != 2]
-        assert step.rewards[2] is None, "never a zero"
-        assert None not in scored
-        assert log["rollout/failed_rows"] == 1
-        assert log["reward"] == pytest.approx(mean(scored))
-        assert log["rewards/digits/mean"] == pytest.approx(mean(scored)), "an absent response is no wrong one"
-        kept = cache.get(*step.rows[2])
-        assert kept is None or kept.step != step.step, "nothing of it is kept"
-        assert out["completion_mask"][2].sum() == 0
-        assert out["advantages"].tolist() == pytest.approx(expected_advantages(step.rewards), abs=1e-5)
-    assert all(map(isfinite, record.losses))
-
-
-def test_a_rollout_without_any_response_stops_the_run(tmp_path):
-    with pytest.raises(RolloutError, match="no row of the rollout has a response; the first says: worker 1: poisoned"):
-        run(tmp_path, without_response(slice(None)))
-
-
 # Rewards --------------------------------------------------------------------------------------------------------------
 
 

@@ -14,12 +14,12 @@ from specrl.trainers.ppo.experience import Responses
 ROWS = [Row("a", (5, 6, 7, 8)), Row("b", (9, 10)), Row("c", (11,))]
 
 
-def completion(*tokens, failure=""):
+def completion(*tokens):
     n = len(tokens)
-    return Completion(list(tokens), [-0.5] * n, [-0.5] * n, [False] * n, "stop", 0, n, failure=failure)
+    return Completion(list(tokens), [-0.5] * n, [-0.5] * n, [False] * n, "stop", 0, n)
 
 
-DONE = [completion(12, 13), completion(14, 15, 16, 1), completion(failure="lost")]
+DONE = [completion(12, 13), completion(14, 15, 16, 1), completion()]
 
 
 def responses(pad_id=0):

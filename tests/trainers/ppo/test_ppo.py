@@ -206,27 +206,15 @@ def test_padding_and_rows_left_out_have_no_influence(tmp_path):
     assert not all(torch.equal(base[name], grad) for name, grad in gradients(trainer, planted).items())
 
 
-def test_failed_rewards_and_rows_are_masked_and_counted(tmp_path):
-    def plant(trainer):
-        generate = trainer.rollouts.engine.generate
-
-        def failing(requests):
-            completions, stats = generate(requests)
-            nothing = {"tokens": [], "logprobs": [], "behaviour_logprobs": [], "reused": []}
-            completions[2] = replace(completions[2], **nothing, failure="worker 1: poisoned")
-            return completions, stats
-
-        trainer.rollouts.engine.generate = failing
-
+def test_failed_rewards_are_masked_and_counted(tmp_path):
     reward = {"reward__functions": "[tests.runs:some_digits]", "reward__max_failure_ratio": 1}
     reward |= {"trainer__advantage": "rloo", "trainer__minibatches": 1}
     pieces = []
-    record = ppo(tmp_path, lambda trainer: (plant(trainer), trained_on(pieces)(trainer)), **reward)
+    record = ppo(tmp_path, trained_on(pieces), **reward)
     for step, log in zip(record.steps, logs(record), strict=True):
         scored = [r for r in step.rewards if r is not None]
-        assert step.rewards[2] is None, "never a zero"
-        assert 1 < step.rewards.count(None) < 16
-        assert log["rollout/failed_rows"] == 1
+        assert 1 < step.rewards.count(None) < 16, "never a zero"
+        assert log["reward/failed"] == step.rewards.count(None)
         assert log["reward"] == pytest.approx(mean(scored))
     experience = pieces[-1]
     left_out = [i for i, r in enumerate(record.steps[-1].rewards) if r is None]
