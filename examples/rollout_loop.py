@@ -14,7 +14,7 @@ model, tokenizer = load_tiny()
 problems = {problem.id: problem for problem in arithmetic("train", 2, level="easy")}
 config, eos_ids = RolloutConfig(group_size=4, max_new_tokens=160), frozenset({tokenizer.eos_token_id})
 engine = build_engine(EngineSpec(eos_ids=eos_ids, rollout=config), model)
-cache = TrajectoryCache(Fingerprint({"tokenizer": "tiny"}), engine.vocab, eos_ids)
+cache = TrajectoryCache(Fingerprint({"tokenizer": "tiny"}))
 rollout = SpeculativeRollout(engine, cache, config, seed=0)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 

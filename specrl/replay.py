@@ -170,12 +170,12 @@ def read_run(directory: Path) -> list[Text]:
     import pyarrow.parquet as pq
 
     from specrl.rollout.cache.record import unpack
-    from specrl.rollout.cache.snapshot import SNAPSHOT, read_snapshot
+    from specrl.rollout.cache.snapshot import SNAPSHOT, read_file
 
     texts: dict[tuple[str, int, int], Text] = {}
     for folder in (*directory.glob("checkpoints/checkpoint-*/trajectories"), directory / "trajectories"):
         if (folder / SNAPSHOT).is_file():
-            for example_id, sample_index, blob in read_snapshot(folder)[1]:
+            for example_id, sample_index, blob in read_file(folder / SNAPSHOT)[1]:
                 t = unpack(blob)
                 text = Text(example_id, sample_index, t.step, tuple(t.tokens), t.finish == "length")
                 texts[example_id, sample_index, t.step] = text

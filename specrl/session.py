@@ -17,7 +17,6 @@ from specrl.rollout.keys import derive_key, turn_id
 from specrl.rollout.types import RolloutError, Trajectory
 
 _TEXTS = 8  # most earlier responses that are sent with a request
-_ANY_ID = 1 << 31  # no vocabulary limit: the server drops ids that its model does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class ReuseSession:
     def __init__(self, seed: int = 0, group_size: int = 0, max_mb: float = 512):
         self.seed = seed
         self.group_size = group_size
-        self.cache = TrajectoryCache(Fingerprint(), _ANY_ID, max_mb=max_mb)
+        self.cache = TrajectoryCache(Fingerprint(), max_mb=max_mb)
         self._taken: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
         """By prompt and visit: the sample indices already used. All visits are kept, as they may overlap."""
         self._asked: Counter[str] = Counter()

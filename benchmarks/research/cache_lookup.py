@@ -26,7 +26,7 @@ def main(entries: int = 100_000, rows: int = 64) -> None:
     model, tokenizer = load_tiny()
     config = RolloutConfig(max_new_tokens=160)
     engine = build_engine(EngineSpec(rollout=config, eos_ids=frozenset([tokenizer.eos_token_id])), model)
-    cache = TrajectoryCache(Fingerprint(), engine.vocab)
+    cache = TrajectoryCache(Fingerprint())
     rng = random.Random(0)
     for i in range(entries):
         tokens = tuple(rng.randrange(engine.vocab) for _ in range(100))

@@ -6,15 +6,15 @@ A run with the same seed has the same keys. Where its settings are almost the sa
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from specrl.rollout.cache.memory import differences
-from specrl.rollout.cache.record import complaint, digest_of, pack, unpack
-from specrl.rollout.cache.snapshot import Fingerprint, Header, read_file, read_keys, write_file
+from specrl.rollout.cache.record import pack, unpack
+from specrl.rollout.cache.snapshot import Fingerprint, read_file, read_keys, write_file
 from specrl.rollout.reduction import Metric, highest
 from specrl.rollout.sections import CacheConfig
 from specrl.rollout.types import CacheError, Trajectory
@@ -42,14 +42,10 @@ class ResponseLog:
         self,
         run: Path | None,
         fingerprint: Fingerprint,
-        vocab_size: int,
-        eos_ids: Collection[int],
         on_write_error: Literal["warn", "stop"],
     ):
         self._folder = run and run / TEXTS
         self._fingerprint = fingerprint
-        self._vocab_size = vocab_size
-        self._eos_ids = tuple(sorted(eos_ids))
         self._stop = on_write_error == "stop"
         self._lost = 0
         self._bytes = 0
@@ -64,12 +60,10 @@ class ResponseLog:
         if self._folder is None:
             return
         entries = [(example_id, sample_index, pack(response)) for example_id, sample_index, response in responses]
-        digest = digest_of(entries)
-        header = Header(step, len(entries), self._vocab_size, self._eos_ids, self._fingerprint, digest)
         path = self._folder / f"step_{step}.parquet"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_file(path, entries, header, compression="zstd")
+            write_file(path, entries, self._fingerprint, compression="zstd")
             self._bytes += path.stat().st_size
             self._warned = False
         except OSError as error:
@@ -94,8 +88,6 @@ def open_log(
     other: Path | None,
     options: CacheConfig,
     fingerprint: Fingerprint,
-    vocab_size: int,
-    eos_ids: Collection[int],
     *,
     writes: bool,
 ) -> tuple[ResponseLog | None, Twin | None]:
@@ -108,9 +100,9 @@ def open_log(
     """
     log = None
     if options.log:
-        log = ResponseLog(run if writes else None, fingerprint, vocab_size, eos_ids, options.on_write_error)
+        log = ResponseLog(run if writes else None, fingerprint, options.on_write_error)
     own = [run] if options.log and not options.clear else []
-    twin = Twin([*own, *([other] if other else [])], fingerprint, vocab_size, eos_ids)
+    twin = Twin([*own, *([other] if other else [])], fingerprint)
     if other:
         twin.check(other)
     return log, None if twin.is_empty else twin
@@ -127,10 +119,8 @@ class Twin:
         fingerprint: identity of this run's texts, with its seed.
     """
 
-    def __init__(self, runs: Sequence[Path], fingerprint: Fingerprint, vocab_size: int, eos_ids: Collection[int]):
+    def __init__(self, runs: Sequence[Path], fingerprint: Fingerprint):
         self._fingerprint = fingerprint
-        self._vocab_size = vocab_size
-        self._eos_ids = eos_ids
         self.left_out = 0
         """Files that were left out."""
         self._files: list[Path] = []
@@ -164,11 +154,11 @@ class Twin:
     def _open(self, path: Path) -> np.ndarray | None:
         """The keys of a file; None if it is left out."""
         try:
-            header, keys = read_keys(path)
+            fingerprint, keys = read_keys(path)
         except (OSError, CacheError) as error:
             self._leave_out(path, error)
             return None
-        if unlike := differences(self._fingerprint.identity, header.fingerprint.identity):
+        if unlike := differences(self._fingerprint.identity, fingerprint.identity):
             self._differences |= dict.fromkeys(unlike)
             self._leave_out(path, "; ".join(unlike))
             return None
@@ -210,7 +200,6 @@ class Twin:
             self._damaged.add(path)
             self._leave_out(path, error)
             return
-        for _, sample_index, blob in entries:
-            text = unpack(blob)
-            if text.key in wanted and complaint(sample_index, text, self._vocab_size, self._eos_ids) is None:
+        for text in (unpack(blob) for _, _, blob in entries):
+            if text.key in wanted:
                 self._texts[text.key] = text

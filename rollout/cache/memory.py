@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
 import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from specrl.rollout.cache.record import Entry, complaint, digest_of, origin, pack, unpack
-from specrl.rollout.cache.snapshot import SNAPSHOT, DamagedError, Fingerprint, Header, read_snapshot, write_snapshot
+from specrl.rollout.cache.record import Entry, complaint, origin, pack, unpack
+from specrl.rollout.cache.snapshot import SNAPSHOT, DamagedError, Fingerprint, read_file, write_snapshot
 from specrl.rollout.reduction import Metric, count, highest
 from specrl.rollout.types import CacheError, Trajectory
 
@@ -32,38 +30,30 @@ logger = logging.getLogger(__name__)
 
 
 class TrajectoryCache:
-    """The cache of one run. One writer thread and any number of reader threads may share it."""
+    """The cache of one run."""
 
-    def __init__(
-        self, fingerprint: Fingerprint, vocab_size: int, eos_ids: Collection[int] = (), *, max_mb: float = 512
-    ):
-        """`max_mb` limits `bytes`, in units of 2^20. Finish reasons are checked only if `eos_ids` is not empty."""
+    def __init__(self, fingerprint: Fingerprint, *, max_mb: float = 512):
+        """`max_mb` limits `bytes`, in units of 2^20."""
         self.fingerprint = fingerprint
-        self.vocab_size = vocab_size
-        self.eos_ids = frozenset(eos_ids)
         self.bytes = 0
         """Memory in use, with all overhead."""
         self.evictions = self.dropped = self.skipped = self.quarantined = self.write_errors = 0
         self._limit = int(max_mb * 2**20)
         self._examples: OrderedDict[str, dict[int, bytes]] = OrderedDict()  # least recently stored first
-        self._mutex = threading.RLock()
         self._warned = False
 
     def __len__(self) -> int:
         """Number of stored trajectories."""
-        with self._mutex:
-            return sum(map(len, self._examples.values()))
+        return sum(map(len, self._examples.values()))
 
     def get(self, example_id: str, sample_index: int) -> Trajectory | None:
         """The latest trajectory of the sample, or None."""
-        with self._mutex:
-            blob = self._examples.get(example_id, {}).get(sample_index)
+        blob = self._examples.get(example_id, {}).get(sample_index)
         return None if blob is None else unpack(blob)
 
     def siblings(self, example_id: str, but: int | None = None) -> list[Trajectory]:
         """The stored trajectories of a prompt except sample `but`, newest step first, then by sample index."""
-        with self._mutex:
-            samples = sorted(self._examples.get(example_id, {}).items())
+        samples = sorted(self._examples.get(example_id, {}).items())
         samples.sort(key=lambda item: origin(item[1]), reverse=True)
         return [unpack(blob) for sample_index, blob in samples if sample_index != but]
 
@@ -72,21 +62,18 @@ class TrajectoryCache:
         self.put_many([(example_id, sample_index, trajectory)])
 
     def put_many(self, entries: Iterable[tuple[str, int, Trajectory]]) -> None:
-        """Stores all entries, or none: raises CacheError if one is malformed or older than the stored trajectory."""
-        packed = [self._packed(*entry) for entry in entries]
-        with self._mutex:
-            for example_id, sample_index, blob in packed:
-                self._refuse_older(example_id, sample_index, blob)
-            self.insert(packed)
+        """Stores all entries, or none: raises CacheError if one is older than the stored trajectory."""
+        packed = _packed(entries)
+        for example_id, sample_index, blob in packed:
+            self._refuse_older(example_id, sample_index, blob)
+        self.insert(packed)
 
     def merge(self, entries: Iterable[tuple[str, int, Trajectory]]) -> None:
         """Adds entries of other processes and keeps the newer of two trajectories of a sample.
 
-        Merging the same entries in the same order gives equal caches. Raises CacheError if an entry is malformed.
+        Merging the same entries in the same order gives equal caches.
         """
-        packed = [self._packed(*entry) for entry in entries]
-        with self._mutex:
-            self.insert([entry for entry in packed if self._stored_origin(*entry[:2]) <= origin(entry[2])])
+        self.insert([entry for entry in _packed(entries) if self._stored_origin(*entry[:2]) <= origin(entry[2])])
 
     def stats(self) -> dict[str, Metric]:
         """Gauges and totals for the metrics file. A MB is 2^20 bytes; all other values are counts.
@@ -110,16 +97,13 @@ class TrajectoryCache:
         A failure, such as a full disk or a second writer, is counted. "stop" raises it as CacheError; "warn" logs the
         first one after each successful save.
         """
-        with self._mutex:  # packed entries are immutable, so the file is written without the lock
-            entries = [
-                (example_id, sample_index, blob)
-                for example_id, samples in self._examples.items()
-                for sample_index, blob in samples.items()
-            ]
-        eos_ids = tuple(sorted(self.eos_ids))
-        header = Header(step, len(entries), self.vocab_size, eos_ids, self.fingerprint, digest_of(entries))
+        entries = [
+            (example_id, sample_index, blob)
+            for example_id, samples in self._examples.items()
+            for sample_index, blob in samples.items()
+        ]
         try:
-            write_snapshot(Path(directory), entries, header)
+            write_snapshot(Path(directory), entries, self.fingerprint, step)
             self._warned = False
         except CacheError as error:
             self.write_errors += 1
@@ -128,18 +112,6 @@ class TrajectoryCache:
             if not self._warned:
                 logger.warning("%s Training goes on without saving the cache.", error)
             self._warned = True
-
-    def _packed(self, example_id: str, sample_index: int, trajectory: Trajectory) -> Entry:
-        try:
-            example_id.encode()
-            reason = complaint(sample_index, trajectory, self.vocab_size, self.eos_ids)
-            if reason is None:
-                return example_id, sample_index, pack(trajectory)
-        except (struct.error, TypeError, ValueError, AttributeError, OverflowError) as error:
-            reason = f"a field has the wrong type or size ({error})"
-        raise CacheError(
-            f"The trajectory of example {example_id!r}, sample {sample_index!r} cannot be stored: {reason}."
-        )
 
     def _stored_origin(self, example_id: str, sample_index: int) -> tuple[int, int]:
         blob = self._examples.get(example_id, {}).get(sample_index)
@@ -157,7 +129,7 @@ class TrajectoryCache:
             )
 
     def insert(self, packed: Sequence[Entry]) -> None:
-        """Stores packed entries that have been checked already."""
+        """Stores packed entries."""
         # All their examples are marked as recent first, so that none of them is evicted. A look-up does not mark an
         # example: those for rollouts ahead and for control rows must not influence eviction.
         for example_id, _, _ in packed:
@@ -193,6 +165,10 @@ class TrajectoryCache:
                 self.evictions += 1
 
 
+def _packed(entries: Iterable[tuple[str, int, Trajectory]]) -> list[Entry]:
+    return [(example_id, sample_index, pack(trajectory)) for example_id, sample_index, trajectory in entries]
+
+
 def _size(blob: bytes) -> int:
     return sys.getsizeof(blob) + ENTRY_BYTES
 
@@ -210,18 +186,19 @@ def load(
 ) -> TrajectoryCache:
     """The cache saved in `directory`, or an empty one if there is none or it is damaged.
 
-    A damaged file is renamed to *.corrupt and not used. Entries that are invalid for this vocabulary are dropped and
-    counted in `dropped`; entries of steps after `max_step` are skipped and counted in `skipped`. If the sampling
-    parameters differ, the stored log-probs are dropped, or with `check_sampling` this is an error. `new_run` sets steps
-    and versions to 0, where the counters of a new run start.
+    A damaged file is renamed to *.corrupt and not used. Entries that are invalid for this vocabulary, or if there are
+    `eos_ids` have another finish reason than their last token says, are dropped and counted in `dropped`; entries of
+    steps after `max_step` are skipped and counted in `skipped`. If the sampling parameters differ, the stored log-probs
+    are dropped, or with `check_sampling` this is an error. `new_run` sets steps and versions to 0, where the counters
+    of a new run start.
 
     Raises:
         CacheError: the identity or the format differs, or the path cannot be read.
     """
-    cache = TrajectoryCache(fingerprint, vocab_size, eos_ids, max_mb=max_mb)
+    cache = TrajectoryCache(fingerprint, max_mb=max_mb)
     path = Path(directory) / SNAPSHOT
     try:
-        header, entries = read_snapshot(Path(directory))
+        stored, entries = read_file(path)
     except FileNotFoundError:  # nothing has been saved here yet
         return cache
     except DamagedError as error:
@@ -230,11 +207,11 @@ def load(
             os.replace(path, f"{path}.corrupt")
         logger.warning("%s. It is kept as '%s.corrupt'; starting with an empty trajectory cache.", error, path.name)
         return cache
-    other_sampling = not _same_sampling(fingerprint, header.fingerprint, path, check_sampling)
+    other_sampling = not _same_sampling(fingerprint, stored, path, check_sampling)
     first = ""
     for example_id, sample_index, blob in entries:
         trajectory = unpack(blob)
-        if reason := complaint(sample_index, trajectory, vocab_size, cache.eos_ids):
+        if reason := complaint(trajectory, vocab_size, eos_ids):
             cache.dropped += 1
             first = first or f"example {example_id!r}, sample_index {sample_index}: {reason}"
         elif max_step is not None and trajectory.step > max_step:
@@ -246,7 +223,7 @@ def load(
                 trajectory = replace(trajectory, step=0, version=0)
             cache.insert([(example_id, sample_index, pack(trajectory) if other_sampling or new_run else blob)])
     if cache.dropped:
-        left_out = f"{cache.dropped} of {header.rows} entries are malformed and left out"
+        left_out = f"{cache.dropped} of {len(entries)} entries are malformed and left out"
         logger.warning("'%s': %s. The first is %s.", path, left_out, first)
     return cache
 

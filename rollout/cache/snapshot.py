@@ -1,4 +1,4 @@
-"""The trajectory cache on disk: one parquet snapshot per directory, with one digest over all rows and no pickle.
+"""Files of trajectories: parquet with one digest over the header and all rows, and no pickle.
 
 `docs/cache-format.md` is the specification.
 """
@@ -7,44 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import json
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
-from math import nan
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specrl.rollout.cache.record import FINISH, HEAD, LOGPROBS, STOP, Entry, digest_of
+from specrl.rollout.cache.record import Entry, key_of
 from specrl.rollout.durable import open_lock, read_json, replacing
 from specrl.rollout.types import CacheError
 
-FORMAT = 3
+FORMAT = 4
 SNAPSHOT = "trajectories.parquet"
 ROWS_PER_GROUP = 512
 LOCK = "trajectories.lock"
 
-HEADER, HEADER_SUM = b"specrl.cache", b"specrl.cache.checksum"
-_HEADS = np.dtype([("key", "<i8"), ("version", "<i8"), ("step", "<i8"), ("reward", "<f8"), ("flags", "u1")])
-SCHEMA = pa.schema(
-    [
-        pa.field("example_id", pa.string(), nullable=False),
-        pa.field("sample_index", pa.int64(), nullable=False),
-        pa.field("tokens", pa.list_(pa.field("element", pa.int32(), nullable=False)), nullable=False),
-        pa.field("key", pa.int64(), nullable=False),
-        pa.field("finish", pa.string(), nullable=False),
-        pa.field("version", pa.int64(), nullable=False),
-        pa.field("step", pa.int64(), nullable=False),
-        pa.field("reward", pa.float64()),
-        pa.field("logprobs", pa.list_(pa.field("element", pa.float32(), nullable=False))),
-    ]
-)
+HEADER, DIGEST = b"specrl.cache", b"specrl.cache.digest"
+_TYPES = {"example_id": pa.string(), "sample_index": pa.int64(), "key": pa.int64(), "trajectory": pa.binary()}
+SCHEMA = pa.schema([pa.field(name, kind, nullable=False) for name, kind in _TYPES.items()])
 
 
 class DamagedError(CacheError):
@@ -64,34 +49,7 @@ class Fingerprint:
     """Model, temperature, top-p and top-k of the stored texts. Only the stored log-probs depend on them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The metadata of a snapshot."""
-
-    step: int
-    """Trainer step at which the snapshot was written."""
-    rows: int
-    vocab_size: int
-    eos_ids: tuple[int, ...]
-    fingerprint: Fingerprint
-    digest: str
-    """`digest_of` the rows."""
-
-
-_KINDS = {
-    "format": int,
-    "step": int,
-    "rows": int,
-    "vocab_size": int,
-    "eos_ids": list,
-    "fingerprint": dict,
-    "digest": str,
-}
-"""Types of the header's fields, as JSON."""
-_PARTS = {"identity": dict, "sampling": dict}
-
-
-def write_snapshot(directory: Path, entries: Sequence[Entry], header: Header) -> None:
+def write_snapshot(directory: Path, entries: Sequence[Entry], fingerprint: Fingerprint, step: int) -> None:
     """Replaces the snapshot in `directory` atomically and durably. A missing directory is created.
 
     Raises:
@@ -100,25 +58,36 @@ def write_snapshot(directory: Path, entries: Sequence[Entry], header: Header) ->
     """
     try:
         with _only_writer(directory):
-            write_file(directory / SNAPSHOT, entries, header, compression="none")
+            write_file(directory / SNAPSHOT, entries, fingerprint, compression="none")
     except OSError as error:
         raise CacheError(
-            f"The trajectory cache ({len(entries)} entries) was not saved in '{directory}' at step {header.step}: "
+            f"The trajectory cache ({len(entries)} entries) was not saved in '{directory}' at step {step}: "
             f"{error.strerror or error}. The last complete snapshot is intact. Free some space or "
             "lower rollout.cache.max_mb; rollout.cache.on_write_error=warn trains on without saving."
         ) from error
 
 
-def write_file(path: Path, entries: Sequence[Entry], header: Header, compression: str) -> None:
+def write_file(path: Path, entries: Sequence[Entry], fingerprint: Fingerprint, compression: str) -> None:
     """Replaces a file of this format atomically and durably. Raises OSError, and leaves the old file then."""
-    text = json.dumps({"format": FORMAT, **asdict(header)}).encode()
-    schema = SCHEMA.with_metadata({HEADER: text, HEADER_SUM: _sum(text)})
+    header = json.dumps({"format": FORMAT, **asdict(fingerprint)}).encode()
+    rows = [(example_id, sample_index, key_of(blob), blob) for example_id, sample_index, blob in entries]
+    schema = SCHEMA.with_metadata({HEADER: header, DIGEST: digest_of(header, rows)})
     with (
         replacing(path) as file,
         pq.ParquetWriter(file, schema, compression=compression, use_dictionary=False) as writer,
     ):
-        for start in range(0, len(entries), ROWS_PER_GROUP):
-            writer.write_table(_table(entries[start : start + ROWS_PER_GROUP], schema))
+        for start in range(0, len(rows), ROWS_PER_GROUP):
+            columns = zip(*rows[start : start + ROWS_PER_GROUP], strict=True)
+            writer.write_table(pa.table([*map(list, columns)], schema=schema))
+
+
+def digest_of(header: bytes, rows: Iterable[tuple[str, int, int, bytes]]) -> bytes:
+    """The 16-byte BLAKE2b digest, in hex, of the header and of all rows in order."""
+    digest = blake2b(header, digest_size=16)
+    for example_id, sample_index, key, blob in rows:
+        name = example_id.encode()
+        digest.update(np.array([sample_index, key, len(name), len(blob)], "<i8").tobytes() + name + blob)
+    return digest.hexdigest().encode()
 
 
 @contextlib.contextmanager
@@ -136,74 +105,36 @@ def _only_writer(directory: Path) -> Iterator[None]:
         yield
 
 
-def _sum(text: bytes) -> bytes:
-    return blake2b(text, digest_size=8).hexdigest().encode()
-
-
-def _table(entries: Sequence[Entry], schema: pa.Schema) -> pa.Table:
-    """One row group. The lists are slices of joined bytes, so no token is converted to a Python int."""
-    ids, sample_indices, blobs = zip(*entries, strict=True)
-    heads = np.frombuffer(b"".join(blob[: HEAD.size] for blob in blobs), _HEADS)
-    bare = (heads["flags"] & LOGPROBS) == 0
-    words = np.array([(len(blob) - HEAD.size) // 4 for blob in blobs])
-    counts = np.where(bare, words, words // 2)
-    cuts = (HEAD.size + 4 * counts).tolist()
-    tokens = b"".join(blob[HEAD.size : cut] for blob, cut in zip(blobs, cuts, strict=True))
-    logprobs = b"".join(blob[cut:] for blob, cut in zip(blobs, cuts, strict=True))
-    columns = [
-        pa.array(ids, pa.string()),
-        pa.array(sample_indices, pa.int64()),
-        _lists(counts, np.frombuffer(tokens, "<i4"), schema.field("tokens").type),
-        pa.array(heads["key"]),
-        pa.array(np.where(heads["flags"] & STOP, "stop", "length")),
-        pa.array(heads["version"]),
-        pa.array(heads["step"]),
-        pa.array(heads["reward"], mask=np.isnan(heads["reward"])),
-        _lists(np.where(bare, 0, counts), np.frombuffer(logprobs, "<f4"), schema.field("logprobs").type, bare),
-    ]
-    return pa.Table.from_arrays(columns, schema=schema)
-
-
-def _lists(counts: np.ndarray, values: np.ndarray, kind: pa.DataType, null: np.ndarray | None = None) -> pa.Array:
-    offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]), pa.int32())
-    mask = None if null is None else pa.array(null)
-    return pa.ListArray.from_arrays(offsets, pa.array(values), type=kind, mask=mask)
-
-
-def read_snapshot(directory: Path) -> tuple[Header, list[Entry]]:
-    """The verified header and entries of the snapshot in `directory`; see `read_file`."""
-    return read_file(directory / SNAPSHOT)
-
-
-def read_keys(path: Path) -> tuple[Header, np.ndarray]:
-    """The header of a file of this format and the noise keys [rows] int64, which are not verified.
+def read_keys(path: Path) -> tuple[Fingerprint, np.ndarray]:
+    """The fingerprint of a file of this format and the noise keys [rows] int64, which are not verified.
 
     Raises: as `read_file`.
     """
-    with _opened(path) as (header, file):
-        return header, file.read(columns=["key"])["key"].to_numpy()
+    with _opened(path) as (fingerprint, file):
+        return fingerprint, file.read(columns=["key"])["key"].to_numpy()
 
 
-def read_file(path: Path) -> tuple[Header, list[Entry]]:
-    """The verified header and entries of a file of this format.
+def read_file(path: Path) -> tuple[Fingerprint, list[Entry]]:
+    """The verified fingerprint and entries of a file of this format.
 
     Raises:
         FileNotFoundError: there is no such file.
         DamagedError: nothing of it can be used.
         CacheError: the file cannot be used for another reason.
     """
-    with _opened(path) as (header, file):
+    with _opened(path) as (fingerprint, file):
         groups = (file.read_row_group(group, use_threads=False) for group in range(file.num_row_groups))
-        entries = [entry for table in groups for entry in _entries(table)]
-        digest = digest_of(entries)
-    if digest != header.digest:
-        raise DamagedError(f"'{path}' does not hold the rows that were written: their digest is another")
-    return header, entries
+        tables = (table.to_pydict().values() for table in groups)
+        rows = [row for columns in tables for row in zip(*columns, strict=True)]
+        metadata = file.metadata.metadata
+        if metadata.get(DIGEST) != digest_of(metadata[HEADER], rows):
+            raise DamagedError(f"'{path}' does not hold what was written: its digest is another")
+    return fingerprint, [(example_id, sample_index, blob) for example_id, sample_index, _, blob in rows]
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[Header, pq.ParquetFile]]:
-    """The header and the file. What a damaged page raises in the `with` block becomes a DamagedError."""
+def _opened(path: Path) -> Iterator[tuple[Fingerprint, pq.ParquetFile]]:
+    """The fingerprint and the file. What a damaged page raises in the `with` block becomes a DamagedError."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait for a writer
             raise _unreadable(path, "it is a directory, a pipe or a device, not a file")
@@ -215,21 +146,13 @@ def _opened(path: Path) -> Iterator[tuple[Header, pq.ParquetFile]]:
     with source:
         try:
             file = pq.ParquetFile(source, pre_buffer=False, arrow_extensions_enabled=False)
-            schema = file.schema_arrow
-            metadata = file.metadata.metadata or {}
-        except MemoryError as error:
-            raise _unreadable(path, f"memory ran out ({error})") from error
-        except Exception as error:  # the file may hold any bytes, and pyarrow raises many types of errors
-            raise DamagedError(f"'{path}' is not a readable parquet file ({error})") from error
-        header = _header(path, schema, metadata)
-        if header.rows != file.metadata.num_rows:
-            raise DamagedError(f"'{path}' has {file.metadata.num_rows} rows and a header that counts {header.rows}")
-        try:
-            yield header, file
+            yield _fingerprint(path, file), file
+        except CacheError:
+            raise
         except MemoryError as error:  # a sound file may need more than there is
             raise _unreadable(path, f"memory ran out ({error})") from error
-        except Exception as error:  # a damaged page raises many types of errors
-            raise DamagedError(f"'{path}' has rows that cannot be read ({error})") from error
+        except Exception as error:  # the file may hold any bytes, and pyarrow raises many types of errors
+            raise DamagedError(f"'{path}' cannot be read as a file of trajectories ({error})") from error
 
 
 def _unreadable(path: Path, why: object) -> CacheError:
@@ -238,55 +161,14 @@ def _unreadable(path: Path, why: object) -> CacheError:
     )
 
 
-def _header(path: Path, schema: pa.Schema, metadata: Mapping[bytes, bytes]) -> Header:
-    text = metadata.get(HEADER, b"")
-    if metadata.get(HEADER_SUM) != _sum(text):
-        raise DamagedError(f"'{path}' has no intact specrl header")
-    try:
-        fields = read_json(text)
-    except ValueError:
-        fields = None
-    if wrong := _wrong(fields):  # the checksum matches, so the header is not damaged
+def _fingerprint(path: Path, file: pq.ParquetFile) -> Fingerprint:
+    """What the header says. Raises CacheError for another format, and any other exception for what is no header."""
+    fields = read_json((file.metadata.metadata or {})[HEADER])
+    if (number := fields.pop("format")) != FORMAT:
         raise CacheError(
-            f"'{path}' has a header that is not of trajectory cache format {FORMAT}: {wrong}. Another version or "
-            "program wrote it. Update specrl, move the file away, or start with rollout.cache.clear=true."
+            f"'{path}' is of trajectory cache format {number!r:.60}, and this is {FORMAT}: another version wrote it. "
+            "Move the file away, or start with rollout.cache.clear=true."
         )
-    if not schema.equals(SCHEMA):
+    if not file.schema_arrow.equals(SCHEMA):
         raise DamagedError(f"'{path}' does not have the columns of format {FORMAT}")
-    del fields["format"]
-    fields["eos_ids"] = tuple(fields["eos_ids"])
-    fields["fingerprint"] = Fingerprint(**fields["fingerprint"])
-    return Header(**fields)
-
-
-def _wrong(fields: Any) -> str:
-    """The first field of a header that this format does not allow, empty if there is none."""
-    if not isinstance(fields, dict):
-        return "it is no JSON object"
-    wrong = [name for name in _KINDS if type(fields.get(name)) is not _KINDS[name]]
-    wrong += sorted(fields.keys() - _KINDS.keys())
-    if fields.get("format") != FORMAT:
-        wrong = ["format"]
-    elif not wrong and {part: type(texts) for part, texts in fields["fingerprint"].items()} != _PARTS:
-        wrong = ["fingerprint"]
-    return f"{wrong[0]}={fields.get(wrong[0])!r:.60}" if wrong else ""
-
-
-def _entries(table: pa.Table) -> Iterator[Entry]:
-    """The entries of one row group."""
-    names = ("example_id", "sample_index", "finish", "key", "version", "step", "reward")
-    fields = zip(*(table[name].to_pylist() for name in names), strict=True)
-    tokens, logprobs = _cut(table["tokens"], "<i4"), _cut(table["logprobs"], "<f4")
-    bare = table["logprobs"].is_null().to_pylist()
-    for i, (example_id, sample_index, finish, key, version, step, reward) in enumerate(fields):
-        flags = FINISH[finish] | (0 if bare[i] else LOGPROBS)
-        head = HEAD.pack(key, version, step, nan if reward is None else reward, flags)
-        yield example_id, sample_index, head + tokens[i] + logprobs[i]
-
-
-def _cut(column: pa.ChunkedArray, kind: str) -> list[bytes]:
-    """The little-endian bytes of each list of a column, b"" for null."""
-    lists = column.combine_chunks()
-    data = lists.values.to_numpy(zero_copy_only=False).astype(kind, copy=False).tobytes()
-    ends = (lists.offsets.to_numpy() * 4).tolist()
-    return [data[start:end] for start, end in itertools.pairwise(ends)]
+    return Fingerprint(**fields)

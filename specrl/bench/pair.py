@@ -206,7 +206,7 @@ class Bench:
         from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
         from specrl.rollout.speculative import SpeculativeRollout
 
-        cache = TrajectoryCache(Fingerprint(), self.vocab)
+        cache = TrajectoryCache(Fingerprint())
         stage = SpeculativeRollout(engine or self.engine, cache, replace(self.config.rollout, **settings), seed=0)
         if old is not None:
             entries = stage.entries(self.rows, old, step=0)

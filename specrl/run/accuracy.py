@@ -69,7 +69,7 @@ def last_texts(
     fingerprint = Fingerprint(*policy.fingerprint(config, tokenizer))
     max_mb = config.rollout.cache.max_mb
     if folder is None:
-        return TrajectoryCache(fingerprint, vocab_size, eos_ids, max_mb=max_mb)
+        return TrajectoryCache(fingerprint, max_mb=max_mb)
     new_run = max_step is None
     return load(folder, fingerprint, vocab_size, eos_ids, max_step=max_step, max_mb=max_mb, new_run=new_run)
 

@@ -66,8 +66,6 @@ class StoredTexts:
             find_run(config.rollout.twin) if config.rollout.twin else None,
             config.rollout.cache,
             Fingerprint(identity | {"seed": str(config.seed)}, sampling),
-            vocab_size,
-            eos_ids,
             writes=written is not None,
         )
         receipts = None
@@ -88,7 +86,7 @@ def load_cache(
         return None
     options = config.rollout.cache
     if options.clear or not (checkpoint or options.start_from):
-        return TrajectoryCache(fingerprint, vocab_size, eos_ids, max_mb=options.max_mb)
+        return TrajectoryCache(fingerprint, max_mb=options.max_mb)
     # A checkpoint may have no trajectories, for example after rollout.acceptance=off; the cache is then empty.
     return load(
         checkpoint.trajectories if checkpoint else Path(options.start_from),

@@ -25,7 +25,7 @@ from specrl.rollout.types import AheadText, Completion, EngineStats, RolloutBatc
 
 
 def batch(rows: int, step: float) -> RolloutBatch:
-    """One row more than `rows`, of increasing lengths, with costs that are multiples of `step`. Rows of different steps all differ."""
+    """rows + 1 rows of increasing lengths, with costs that are multiples of `step`; those of two steps all differ."""
     done = []
     for i in range(rows + 1):
         n = 2 + i * 3

@@ -47,7 +47,7 @@ class FakeEngine:
 
 
 def cache_of(**settings) -> TrajectoryCache:
-    return TrajectoryCache(Fingerprint(), VOCAB, settings.pop("eos_ids", ()), **settings)
+    return TrajectoryCache(Fingerprint(), **settings)
 
 
 def fake(config=None, cache=None, seed=SEED) -> SpeculativeRollout:
@@ -316,11 +316,11 @@ def config_of(**settings) -> RolloutConfig:
 def roll(models, plan, *, cache="keep", config=None, rows=None):
     """Visits 0, 1, ... with the weights of each epoch. `plan` maps (visit, config, rows) to another (config, rows)."""
     config, rows = config or config_of(), rows or rows_of(*"abcd", group=4)
-    store, out = cache_of(eos_ids=EOS), []
+    store, out = cache_of(), []
     for visit, model in enumerate(models):
         now, asked = plan(visit, config, rows) if plan else (config, rows)
         if cache == "lose":
-            store = cache_of(eos_ids=EOS)
+            store = cache_of()
         rollout = SpeculativeRollout(build_engine(EngineSpec(eos_ids=EOS, rollout=now), model), store, now, SEED)
         rollout.engine.update_weights(None, visit)
         batch = rollout.generate(asked, visit=visit, step=visit)

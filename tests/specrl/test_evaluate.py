@@ -289,7 +289,7 @@ def evaluating(acceptance="exact"):
     ends = frozenset(model.generation_config.eos_token_id)
     config = RolloutConfig(acceptance=acceptance, max_new_tokens=24, budget=BudgetConfig(window=8))
     engine = build_engine(EngineSpec(eos_ids=ends, rollout=config), model)
-    return model, SpeculativeRollout(engine, None, config, 0, TrajectoryCache(Fingerprint(), engine.vocab, ends))
+    return model, SpeculativeRollout(engine, None, config, 0, TrajectoryCache(Fingerprint()))
 
 
 def step_of(model, rollout):

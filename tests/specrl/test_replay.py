@@ -126,7 +126,7 @@ def test_one_step_alone_is_an_error():
 
 
 def snapshot(directory, entries):
-    cache = TrajectoryCache(Fingerprint(), 100, [1])
+    cache = TrajectoryCache(Fingerprint())
     cache.put_many(
         [(e, s, Trajectory(tuple(t), 0, "stop" if t[-1] == 1 else "length", n, n)) for e, s, t, n in entries]
     )

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specrl.config.load import run as command_line
-from specrl.rollout.cache.record import digest_of, pack, unpack
+from specrl.rollout.cache.record import pack, unpack
 from specrl.rollout.cache.snapshot import read_file, write_file
 from specrl.rollout.receipts import DIGESTS, Receipts, digest, read_receipts
 from specrl.rollout.types import CacheError
@@ -109,13 +109,13 @@ def test_a_damaged_log_is_named(finished, capsys):
 @slow
 def test_a_forged_token_is_named_with_its_position(finished, capsys):
     path = finished / "texts" / "step_2.parquet"
-    header, entries = read_file(path)
+    fingerprint, entries = read_file(path)
     name, sample, blob = entries[4]
     text = unpack(blob)
     tokens = [*text.tokens]
     tokens[1] += 1 if tokens[1] < 20 else -1
     entries[4] = name, sample, pack(replace(text, tokens=tokens))
-    write_file(path, entries, replace(header, digest=digest_of(entries)), compression="zstd")
+    write_file(path, entries, fingerprint, compression="zstd")
     code, out, _ = verify(finished, capsys)
     assert (code, out.split(" reproduced")[0]) == (3, "7 of 8 rows")
     assert f"token 1: the log has id {tokens[1]}, these weights give id {text.tokens[1]}, gap" in out

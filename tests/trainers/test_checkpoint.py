@@ -98,7 +98,7 @@ def save(cache, folder, step, keep=2, on_write_error="warn", main=True):
 
 
 def small_cache():
-    cache = TrajectoryCache(Fingerprint(), vocab_size=10)
+    cache = TrajectoryCache(Fingerprint())
     cache.put("a", 0, Trajectory((1, 2), 5, "length", 3, 3))
     return cache
 

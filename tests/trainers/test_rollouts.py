@@ -99,7 +99,7 @@ def test_visits_are_counted_by_prompt_and_kept():
 
 
 def test_a_batch_is_stored_with_its_rewards_and_the_cache_reported():
-    cache = TrajectoryCache(Fingerprint(), 100)
+    cache = TrajectoryCache(Fingerprint())
     storing = made(cache=cache, score=lambda rows, responses: ([None, 0.5], {}))
     storing.collect([{"example_id": "e0"}, {"example_id": "e0"}])
     metrics, batch = storing.finish(), storing.sampled_batch.batch

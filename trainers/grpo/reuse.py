@@ -199,15 +199,14 @@ class Reuse:
             assert isinstance(built, TransformersEngine), "check_config refuses other engines"
             engine = built
         self._context = engine.context
-        cache = TrajectoryCache(Fingerprint(), engine.vocab, eos_ids, max_mb=config.cache.max_mb)
-        evaluations = TrajectoryCache(Fingerprint(), engine.vocab, eos_ids, max_mb=config.cache.max_mb)
+        self._vocab = engine.vocab
+        cache = TrajectoryCache(Fingerprint(), max_mb=config.cache.max_mb)
+        evaluations = TrajectoryCache(Fingerprint(), max_mb=config.cache.max_mb)
         self._log, twin = open_log(
             Path(trainer.args.output_dir),
             Path(config.twin) if config.twin else None,
             config.cache,
             Fingerprint({"seed": str(trainer.args.seed), "vocabulary": str(engine.vocab)}),
-            engine.vocab,
-            eos_ids,
             writes=trainer.accelerator.is_main_process,
         )
         return SpeculativeRollout(engine, cache, config, trainer.args.seed, evaluations, twin)
@@ -230,16 +229,16 @@ class Reuse:
         self.results.load(home / RESULTS)
         rollout = self.rollout
         if rollout.cache is not None:
-            rollout.cache = self._loaded(home, rollout.cache)
+            rollout.cache = self._loaded(home)
         if rollout.evaluations is not None:
-            rollout.evaluations = self._loaded(home / EVALUATIONS, rollout.evaluations)
+            rollout.evaluations = self._loaded(home / EVALUATIONS)
 
-    def _loaded(self, folder: Path, empty: TrajectoryCache) -> TrajectoryCache:
+    def _loaded(self, folder: Path) -> TrajectoryCache:
         return load(
             folder,
-            empty.fingerprint,
-            empty.vocab_size,
-            empty.eos_ids,
+            Fingerprint(),
+            self._vocab,
+            self.trainer.eos_token_ids,
             max_step=self.trainer.state.global_step,
             max_mb=self.config.cache.max_mb,
         )

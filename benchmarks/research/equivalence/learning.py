@@ -91,7 +91,7 @@ class Run:
         for name, value in arm.rollout.items():
             setattr(config, name, value)
         engine = toy.engine_of(self.policy, config)
-        cache = TrajectoryCache(Fingerprint({}, {}), toy.SYMBOLS, {toy.END})
+        cache = TrajectoryCache(Fingerprint({}, {}))
         self.rollout, self.visits = SpeculativeRollout(engine, cache, config, seed + arm.noise), Visits()
         self.control = Control(self.rollout, self._rewards, strict=True)
         self.outcome = Outcome(start=self.expected.mean().item(), final=0.0)

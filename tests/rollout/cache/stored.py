@@ -22,7 +22,7 @@ def entries(count=60, step=0, logprobs=False, seed=0) -> list[tuple[str, int, Tr
 
 
 def saved(directory, given, step=0, fingerprint=PRINT) -> TrajectoryCache:
-    cache = TrajectoryCache(fingerprint, 1000, [EOS])
+    cache = TrajectoryCache(fingerprint)
     cache.put_many(given)
     cache.save(directory, step)
     return cache

@@ -11,7 +11,6 @@ from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import CacheError, Completion, EngineStats, Row, Trajectory
 
 SAME = Fingerprint({"tokenizer": "t", "seed": "0"})
-VOCAB, EOS = 50, frozenset([1])
 
 
 def key(sample, visit=0):
@@ -24,14 +23,14 @@ def text(sample, visit=0, step=0):
 
 def logged(run, fingerprint=SAME, steps=2, on_write_error="stop"):
     """The log of a run: two samples of a prompt, one visit a step."""
-    log = ResponseLog(run, fingerprint, VOCAB, EOS, on_write_error)
+    log = ResponseLog(run, fingerprint, on_write_error)
     for step in range(steps):
         log.add(step, [text(sample, visit=step, step=step) for sample in (0, 1)])
     return log
 
 
 def twin(*runs, fingerprint=SAME):
-    return Twin(runs, fingerprint, VOCAB, EOS)
+    return Twin(runs, fingerprint)
 
 
 def test_every_response_is_found_by_its_key(tmp_path):
@@ -41,8 +40,8 @@ def test_every_response_is_found_by_its_key(tmp_path):
     assert {k: t.tokens for k, t in found.texts(wanted).items()} == {key(0, 1): (10, 21, 1), key(1, 0): (11, 20, 1)}
     assert found.texts([key(0, 1)]).keys() == {key(0, 1)}, "what is not asked for any more is forgotten"
     assert (stats["cache/log_lost"], found.stats()["cache/twin_left_out"]) == (0, 0)
-    header, entries = read_file(tmp_path / TEXTS / "step_1.parquet")
-    assert (header.step, len(entries)) == (1, 2)
+    fingerprint, entries = read_file(tmp_path / TEXTS / "step_1.parquet")
+    assert (fingerprint, len(entries)) == (SAME, 2)
 
 
 class Recording:
@@ -60,7 +59,7 @@ class Recording:
 def first_drafts(tmp_path, visit):
     engine = Recording()
     config = RolloutConfig(max_new_tokens=9, sources=[])
-    rollout = SpeculativeRollout(engine, TrajectoryCache(SAME, VOCAB, EOS), config, 0, twin=twin(tmp_path))
+    rollout = SpeculativeRollout(engine, TrajectoryCache(SAME), config, 0, twin=twin(tmp_path))
     batch = rollout.generate([Row("a", (2, 3))] * 3, visit=visit, step=0)
     return engine.drafts, engine.sources, batch.twin
 
@@ -110,12 +109,6 @@ def test_damaged_and_foreign_files_are_left_out_and_counted(tmp_path, damage):
     assert found.left_out == 1, "once"
 
 
-def test_ids_that_the_model_does_not_have_are_no_draft(tmp_path):
-    log = ResponseLog(tmp_path, SAME, VOCAB, EOS, "stop")
-    log.add(0, [("a", 0, Trajectory((VOCAB, 1), key(0), "stop", 0, 0)), text(1)])
-    assert twin(tmp_path).texts([key(0), key(1)]).keys() == {key(1)}
-
-
 @pytest.mark.parametrize(
     ("fingerprint", "message"),
     [
@@ -136,7 +129,7 @@ def test_a_run_without_a_log_is_refused_with_what_it_has(tmp_path):
 
 def test_an_earlier_run_is_preferred(tmp_path):
     logged(tmp_path / "own", steps=1)
-    log = ResponseLog(tmp_path / "other", SAME, VOCAB, EOS, "stop")
+    log = ResponseLog(tmp_path / "other", SAME, "stop")
     log.add(0, [("a", 0, Trajectory((33, 1), key(0), "stop", 0, 0))])
     assert twin(tmp_path / "own", tmp_path / "other").texts([key(0)])[key(0)].tokens == (10, 20, 1)
     assert twin(tmp_path / "other", tmp_path / "own").texts([key(0)])[key(0)].tokens == (33, 1)

@@ -8,9 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
+from specrl.rollout.cache.record import unpack
 from specrl.rollout.cache.snapshot import LOCK, SNAPSHOT
 from specrl.rollout.types import CacheError, Trajectory
-from tests.rollout.cache.stored import PRINT, contents, entries, load, saved
+from tests.rollout.cache.stored import EOS, PRINT, contents, entries, load, saved
 
 
 @pytest.mark.parametrize(("count", "seed"), [(0, 0), (1, 1), (511, 2), (1500, 3)])
@@ -41,10 +42,8 @@ def test_any_parquet_reader_can_read_it(tmp_path):
     given = entries(20, logprobs=True)
     saved(tmp_path, given)
     rows = pq.read_table(tmp_path / SNAPSHOT).to_pylist()
-    for (name, sample_index, t), row in zip(given, rows, strict=True):
-        expected = {field: getattr(t, field) for field in ("key", "finish", "version", "step", "reward")}
-        lists = {"tokens": list(t.tokens), "logprobs": t.logprobs and list(t.logprobs)}
-        assert row == {"example_id": name, "sample_index": sample_index, **lists, **expected}
+    assert [(row["example_id"], row["sample_index"], unpack(row["trajectory"])) for row in rows] == given
+    assert [row["key"] for row in rows] == [t.key for _, _, t in given]
 
 
 def test_missing_directory_is_an_empty_cache(tmp_path, caplog):
@@ -118,8 +117,29 @@ def test_malformed_entries_on_disk_are_dropped(tmp_path, caplog):
     assert load(tmp_path, eos_ids=[2]).dropped == 60
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"tokens": ()}, "it has no tokens"),
+        ({"tokens": (5, 1000, EOS)}, "token id 1000 is outside 0..999"),
+        ({"tokens": (5, -1, EOS)}, "token id -1 is outside"),
+        ({"tokens": (5, 6)}, "the last token is 6"),
+        ({"finish": "length"}, "finish is 'length' but"),
+        ({"logprobs": (-1.0, float("nan"))}, "log-prob nan"),
+        ({"logprobs": (-1.0, float("-inf"))}, "log-prob -inf"),
+        ({"logprobs": (-1.0, 0.5)}, "log-prob 0.5"),
+    ],
+)
+def test_a_bad_entry_on_disk_is_named(tmp_path, caplog, fields, reason):
+    good = Trajectory((5, EOS), 1, "stop", 0, 0)
+    saved(tmp_path, [("ok", 0, good), ("ex-7", 2, replace(good, **fields))])
+    loaded = load(tmp_path)
+    assert (len(loaded), loaded.dropped) == (1, 1)
+    assert f"The first is example 'ex-7', sample_index 2: {reason}" in caplog.text
+
+
 def test_warns_again_after_a_save_succeeded(tmp_path, monkeypatch, caplog):
-    cache = TrajectoryCache(PRINT, 1000)
+    cache = TrajectoryCache(PRINT)
     for fails in (True, True, False, True):
         with monkeypatch.context() as patch:
             if fails:

@@ -16,7 +16,7 @@ from specrl.rollout.metrics import rollout_metrics
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Request, Row
 from tests.engines import Spare, local
-from tests.rollout.golden import EOS_IDS, SAMPLING, VOCAB
+from tests.rollout.golden import SAMPLING
 
 GROUP, PROMPTS, CAP = 3, 6, 24
 
@@ -54,7 +54,7 @@ def trained(drifting, wrap=Spare, replay=0.0, announce=True, wrong=0, settings=(
     model, versions = drifting()
     engine = wrap(local(model, SAMPLING, own_weights=True, contexts=True, window=8))
     config = RolloutConfig(max_new_tokens=CAP, group_size=GROUP, replay=replay, **dict(settings))
-    rollout = SpeculativeRollout(engine, TrajectoryCache(Fingerprint(), VOCAB, EOS_IDS), config, seed=3)
+    rollout = SpeculativeRollout(engine, TrajectoryCache(Fingerprint()), config, seed=3)
     visits, responses, metrics = Visits(), [], []
     for step, weights in enumerate(versions):
         engine.update_weights(weights.items(), step + 1)
@@ -139,9 +139,7 @@ def test_without_an_announcement_nothing_runs_ahead(drifting):
 def test_a_coming_batch_continues_what_there_is_of_it(drifting):
     """Requesting further prompts of a step, as in dynamic sampling, stops the rollout ahead but loses no tokens."""
     engine = Spare(local(drifting()[0], SAMPLING, own_weights=True, window=8), passes=4)
-    rollout = SpeculativeRollout(
-        engine, TrajectoryCache(Fingerprint(), VOCAB, EOS_IDS), RolloutConfig(max_new_tokens=CAP), 3
-    )
+    rollout = SpeculativeRollout(engine, TrajectoryCache(Fingerprint()), RolloutConfig(max_new_tokens=CAP), 3)
     coming, sample_indices = rows_of(1), [i % GROUP for i in range(9)]
     for rows in ([Row("a", (5, 6))], [Row("b", (5, 7))], [Row("c", (5, 8))]):
         rollout.announce(coming, visit=[0] * 9, sample_indices=sample_indices)
@@ -156,9 +154,7 @@ def test_a_coming_batch_continues_what_there_is_of_it(drifting):
 def test_texts_ahead_that_are_stopped_soon_after_a_restart_do_not_shrink(drifting):
     """A worker that begins again has verified only the first tokens of the text that it follows when it is stopped."""
     engine = Spare(local(drifting()[0], SAMPLING, own_weights=True, window=1), passes=12)
-    rollout = SpeculativeRollout(
-        engine, TrajectoryCache(Fingerprint(), VOCAB, EOS_IDS), RolloutConfig(max_new_tokens=40), 3
-    )
+    rollout = SpeculativeRollout(engine, TrajectoryCache(Fingerprint()), RolloutConfig(max_new_tokens=40), 3)
     lengths = []
     for name in "abc":
         rollout.announce(rows_of(1), visit=[0] * 9, sample_indices=[i % GROUP for i in range(9)])
