@@ -20,7 +20,6 @@ COMMANDS = {
     "evaluate": "pass@k and mean reward of a policy",
     "generate": "a policy's responses to a few prompts",
     "bench": "paired rollouts with drafts and without, before anything is trained",
-    "replay": "what drafting would save on the stored responses of a run",
     "verify": "responses of a finished run decoded again from a checkpoint",
     "drafter": "distil a draft model or a head from a policy",
     "serve": "a vLLM server whose requests can have keys and drafts; takes vLLM's options",

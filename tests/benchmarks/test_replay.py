@@ -4,9 +4,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specrl.config import load as cli
-from specrl.config.options import ConfigError
-from specrl.replay import (
+from benchmarks.replay import (
     Counts,
     ReplayOptions,
     Text,
@@ -17,6 +15,8 @@ from specrl.replay import (
     revisits,
     summarise,
 )
+from specrl.config import load as cli
+from specrl.config.options import ConfigError
 from specrl.results.records import load_run
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.sections import SOURCES

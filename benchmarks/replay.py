@@ -1,4 +1,4 @@
-"""Passes and tokens that speculation would save on a run's stored responses: `python -m specrl.replay run=DIR`.
+"""Passes and tokens that speculation would save on a run's stored responses: `python -m benchmarks.replay run=DIR`.
 
 No model is needed: every response of a later epoch is generated again under the exact rule, with its own tokens as the
 policy's samples. With `sources=[prefix,position]` the counts equal the engine's. With more sources they are
