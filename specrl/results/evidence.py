@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from statistics import fmean, quantiles
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
 from specrl.config.options import plain
 from specrl.config.rules import differences
 from specrl.config.schema import Config
 from specrl.results.records import METRICS_FILE, RunRecords, counted, mean, number, total
-from specrl.results.savings import (
-    COSTS,
-    Saving,
-    control_pairs,
-    later,
-    matched,
-    measured,
-    paired,
-    rollouts,
-    step_s,
-    step_speedup,
-)
-from specrl.results.speedup import FEWEST, Speedup, flips, half_width
+from specrl.results.savings import COSTS, Pair, Saving, control_pairs, later, matched, rollouts, saving, savings, step_s
+from specrl.results.speedup import FEWEST, flips, half_width
 from specrl.run.policy import rollout_dtype
 
 SAME_MACHINE = ("cpu", "cores", "usable_cores", "threads", "gpus")
@@ -38,12 +28,21 @@ LENGTH_GAP = 0.02  # a larger relative difference in mean response length can fa
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """The savings of one kind of measurement, and the claims that they support."""
+class Comparison:
+    """Rollouts timed with specrl and with plain decoding, on control steps or by a baseline run."""
 
     title: str
     rows: list[Saving]
-    claims: list[str]
+    caveat: str = ""
+    """Names other possible causes of a difference."""
+
+    @property
+    def claims(self) -> list[str]:
+        """A sentence for each speedup."""
+        # Saving the cache is charged too, but not mentioned, because every run that reuses responses does it.
+        charged = [row.phase for row in self.rows if row.phase in COSTS and row.phase != "cache to disk"]
+        words = f", {' and '.join(charged)} charged" * bool(charged) + self.caveat
+        return [f"Speedup of the {row.phase}{words}: {row.speedup}" for row in self.rows if row.speedup]
 
     def shown(self) -> list[Saving]:
         """The rows without phases whose seconds round to 0."""
@@ -51,58 +50,34 @@ class Evidence:
 
     def summary(self) -> dict:
         """The content for report.json."""
-        keys = ("phase", "plain_s", "specrl_s", "saved_s", "share")
-        rows = [{key: getattr(row, key) for key in keys} | {"speedup": numbers(row.speedup)} for row in self.rows]
-        return {"title": self.title, "claims": self.claims, "savings": rows}
+        return {"title": self.title, "claims": self.claims, "savings": [row.summary() for row in self.rows]}
 
 
-def numbers(speedup: Speedup | None) -> dict | None:
-    return asdict(speedup) | {"is_significant": speedup.is_significant} if speedup else None
-
-
-def claims(rows: Sequence[Saving], caveat: str = "") -> list[str]:
-    """A sentence for each speedup in a table; `caveat` names other possible causes."""
-    # Saving the cache is charged too, but not mentioned, because every run that reuses responses does it.
-    charged = [row.phase for row in rows if row.phase in COSTS and row.phase != "cache to disk"]
-    words = f", {' and '.join(charged)} charged" * bool(charged) + caveat
-    return [f"Speedup of the {row.phase}{words}: {row.speedup}" for row in rows if row.speedup]
-
-
-def on_control_steps(steps: Sequence[dict]) -> Evidence | None:
+def on_control_steps(steps: Sequence[dict]) -> Comparison | None:
     """The savings on the control steps of a run; None without any."""
-    rows = measured(steps)
-    if not rows:
-        return None
     pairs = control_pairs(steps)
     title = f"Measured on {counted(len(pairs), 'control step')} of {counted(len(rollouts(steps)), 'rollout')}"
-    if len(pairs) >= FEWEST:
-        low, _, high = quantiles([pair.plain_s / pair.specrl_s for pair in pairs], method="inclusive")
-        title += f"; interquartile range {low:.2f}x to {high:.2f}x"
-    complete = step_speedup(steps)
-    more = [Saving("step, controls left out", 0.0, 0.0, complete)] if complete else []
-    return Evidence(title, rows, claims([*rows, *more]))
+    return Comparison(title, savings(pairs)) if pairs else None
 
 
-def against_baseline(run: RunRecords, baseline: RunRecords) -> tuple[Evidence | None, list[str]]:
+def against_baseline(run: RunRecords, baseline: RunRecords) -> tuple[Comparison | None, list[str]]:
     """The savings compared with a baseline run, None where a speedup may not be reported, and notes that say why."""
-    records, plain_records = matched(run.steps, baseline.steps)
-    refusals = [*_refusals(run, baseline, len(records))]
+    pairs = matched(run.steps, baseline.steps)
+    refusals = [*_refusals(run, baseline, len(pairs))]
     notes = [*refusals]
     differing = _differing(run, baseline)
     if differing:
         notes.append(f"The runs differ in more than the rollout rule: {', '.join(differing)}.")
     most = max(len(rollouts(side.steps)) for side in (run, baseline))
-    if 0 < len(records) < most:
-        notes.append(f"{len(records)} of {most} rollouts are paired: those that both runs timed.")
-    if gap := _length_gap(records, plain_records):
+    if 0 < len(pairs) < most:
+        notes.append(f"{len(pairs)} of {most} rollouts are paired: those that both runs timed.")
+    if gap := _length_gap(pairs):
         notes.append(f"Part of the difference in time is a difference in length: {gap}.")
         differing.append(gap)
     if refusals:
         return None, notes
     caveat = f", perhaps not by speculation alone ({', '.join(differing)})" if differing else ""
-    rows = paired(run.steps, baseline.steps)
-    title = f"Paired with {baseline.path}, {counted(len(records), 'step')}"
-    return Evidence(title, rows, claims(rows, caveat)), notes
+    return Comparison(f"Paired with {baseline.path}, {counted(len(pairs), 'step')}", savings(pairs), caveat), notes
 
 
 def _refusals(run: RunRecords, baseline: RunRecords, pairs: int) -> Iterator[str]:
@@ -140,8 +115,8 @@ def _differing(run: RunRecords, baseline: RunRecords) -> list[str]:
     return differing + [f"{name}: {there.get(name)} -> {here.get(name)}" for name in changed]
 
 
-def _length_gap(records: Sequence[dict], plain_records: Sequence[dict]) -> str:
-    here, there = (mean(side, "completions/mean_length") for side in (records, plain_records))
+def _length_gap(pairs: Sequence[Pair]) -> str:
+    here, there = (mean([pair[side] for pair in pairs], "completions/mean_length") for side in (0, 1))
     if here and there and abs(here / there - 1) > LENGTH_GAP:
         return f"mean response length: {there:.1f} -> {here:.1f} tokens"
     return ""
@@ -157,31 +132,20 @@ def ahead(run: RunRecords, baseline: RunRecords | None) -> dict | None:
     steps = [record for record in rollouts(run.steps) if number(record, "spec/ahead_ratio") is not None][1:]
     if not steps or not step_s(steps):
         return None
-    shares = {name: mean(steps, f"spec/ahead_{name}_ratio") or 0.0 for name in ("done", "unchanged")}
-    result = {"ratio": mean(steps, "spec/ahead_ratio"), **shares, "step_s": step_s(steps) / len(steps)}
+    names = ("ahead_ratio", "ahead_done_ratio", "ahead_unchanged_ratio")
+    result: dict[str, Any] = {name: mean(steps, f"spec/{name}") for name in names}
+    tokens, done, unchanged = (value or 0.0 for value in result.values())
     sentence = (
-        f"Rollouts ahead: {result['ratio']:.0%} of the tokens had been generated ahead by idle workers. "
-        f"{shares['done']:.0%} of the rows had ended before their rollout began, and {shares['unchanged']:.0%} were "
-        "accepted unchanged."
+        f"Rollouts ahead: {tokens:.0%} of the tokens had been generated ahead by idle workers. {done:.0%} of the rows "
+        f"had ended before their rollout began, and {unchanged:.0%} were accepted unchanged."
     )
-    if without := _without_ahead(run, baseline, steps):
-        speed = without["step_s_without"] / without["step_s_with"]
-        seconds = f"{without['step_s_with']:.2f} s with them and {without['step_s_without']:.2f} s without"
-        sentence += f" Steps took {seconds} (in {without['baseline']}), which is {speed:.2f}x."
+    if baseline and baseline.config and baseline.config.rollout.ahead == "off" and not other_machine(run, baseline):
+        steps_alone = saving("step", matched(steps, baseline.steps), lambda record: step_s([record]), claim=True)
+        sentence += f" Speedup of the step over {baseline.path}, without them: {steps_alone.speedup}."
+        result["step"] = steps_alone.summary()
     else:
         sentence += " To measure what they save, give the same run with rollout.ahead=off as baseline= of the report."
-    return result | without | {"sentence": sentence}
-
-
-def _without_ahead(run: RunRecords, baseline: RunRecords | None, steps: Sequence[dict]) -> dict:
-    """Mean seconds of the steps that a baseline without rollouts ahead has too, in both; empty without such steps."""
-    if not baseline or not baseline.config or baseline.config.rollout.ahead != "off" or other_machine(run, baseline):
-        return {}
-    here, there = matched(steps, baseline.steps)
-    if not here:
-        return {}
-    seconds = {"step_s_with": step_s(here) / len(here), "step_s_without": step_s(there) / len(there)}
-    return seconds | {"baseline": str(baseline.path)}
+    return result | {"sentence": sentence}
 
 
 def evaluations(evals: Sequence[dict]) -> dict | None:
@@ -247,7 +211,7 @@ def rule(config: Config | None) -> str:
 
 
 def notes(run: RunRecords, measured: bool) -> list[str]:
-    """The caveats that a reader must know before quoting a number. Args: measured: whether there is any Evidence."""
+    """The caveats that a reader must know before quoting a number. Args: measured: whether there is any Comparison."""
     lines = []
     steps = run.steps
     config = run.config

@@ -6,8 +6,8 @@ plain rollouts do not have. Control rows and the rows of the reuse gap are measu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 
 from specrl.results.records import counted, epoch, mean, number, text, total
 from specrl.results.speedup import Speedup, bounded, speedup
@@ -18,6 +18,8 @@ COSTS = {"co-training": "drafter", "cache to disk": "cache_save"}
 STEP_PHASES = ("gen", "reward", "old_log_prob", "ref_log_prob", "drafter", "sync", "update", "cache_save")
 CONTROLS = ("control", "reuse_gap")
 PLAIN_PHASE = "prefill and decode"
+Pair = tuple[dict, dict]
+"""The records of one rollout with specrl and with plain decoding."""
 EPOCH_END = 1 + 1e-6  # trainers compute the epoch as a quotient, so integers are inexact
 
 
@@ -44,17 +46,12 @@ class Saving:
         share = "" if self.share is None else text(100 * self.share, 0) + "%"
         return (self.phase, *(text(seconds, 1) for seconds in (self.plain_s, self.specrl_s, self.saved_s)), share)
 
-
-@dataclass(frozen=True)
-class Pair:
-    """The times of one rollout with specrl and with plain decoding."""
-
-    record: dict
-    specrl_s: float
-    """Seconds of the rollout with specrl, including its share of COSTS."""
-    plain_s: float
-    step_s: float
-    """Seconds of the complete optimiser step with its share of COSTS and without control rows; 0 if not timed."""
+    def summary(self) -> dict:
+        """The content for report.json."""
+        ratio = self.speedup and asdict(self.speedup) | {"is_significant": self.speedup.is_significant}
+        return {key: getattr(self, key) for key in ("phase", "plain_s", "specrl_s", "saved_s", "share")} | {
+            "speedup": ratio
+        }
 
 
 def later(steps: Iterable[dict]) -> list[dict]:
@@ -97,24 +94,30 @@ def control_steps(steps: Iterable[dict]) -> list[dict]:
 
 
 def control_pairs(steps: Sequence[dict]) -> list[Pair]:
-    """The control steps, each charged with the mean COSTS per rollout, of epoch 1 or of all later epochs.
+    """The control steps, each with the same step as if its rollout had been plain.
 
-    The mean is used because co-training may run only in every other step, so the COSTS of one step are not typical.
+    A step is charged with the mean COSTS per rollout, of epoch 1 or of all later epochs, because co-training may run
+    only in every other step.
     """
     pairs = []
     for part in _parts(rollouts(steps)):
-        share = sum(costs(part).values()) / max(1, len(part))
+        share = {f"timing_s/{key}": total(part, f"timing_s/{key}") / len(part) for key in COSTS.values() if part}
         for record in control_steps(part):
-            seconds = step_s([record])
-            pairs.append(
-                Pair(
-                    record,
-                    specrl_s=total([record], "timing_s/gen") + share,
-                    plain_s=total([record], "spec/plain_s"),
-                    step_s=seconds - sum(costs([record]).values()) + share if seconds else 0.0,
-                )
-            )
+            own = number(record, "timing_s/drafter") or 0.0  # a part of timing_s/step, as cache_save is not
+            record = record | share
+            plain = {key: record[key] for key in ("epoch", "timing_s/reward", "timing_s/update") if key in record}
+            plain["timing_s/gen"] = record["spec/plain_s"]
+            if number(record, "timing_s/step"):
+                record["timing_s/step"] += record["timing_s/drafter"] - own
+                plain["timing_s/step"] = step_s([record]) - rollout_s(record) + record["spec/plain_s"]
+            pairs.append((record, plain))
     return pairs
+
+
+def matched(steps: Sequence[dict], baseline: Sequence[dict]) -> list[Pair]:
+    """The records of the rollouts that both runs timed."""
+    by_step = {record["step"]: record for record in rollouts(baseline)}
+    return [(record, by_step[record["step"]]) for record in rollouts(steps) if record["step"] in by_step]
 
 
 def _parts(steps: Sequence[dict]) -> tuple[list[dict], list[dict]]:
@@ -122,54 +125,31 @@ def _parts(steps: Sequence[dict]) -> tuple[list[dict], list[dict]]:
     return [record for record in steps if epoch(record) <= EPOCH_END], later(steps)
 
 
-def measured(steps: Sequence[dict]) -> list[Saving]:
-    """Savings on the control steps, by phase and in total. A plain rollout consists of prefill and decode only."""
-    pairs = control_pairs(steps)
+def savings(pairs: Sequence[Pair]) -> list[Saving]:
+    """Savings by phase, of rollouts, and of complete steps; empty without pairs.
+
+    Time that `bounded` removes is subtracted from plain prefill and decode, so that the phases add up to the rollouts.
+    """
     if not pairs:
         return []
-    after = phases([pair.record for pair in pairs])
-    charged = sum(pair.specrl_s for pair in pairs) - sum(after.values())
-    names = costs(rollouts(steps))
-    after |= {name: charged * s / sum(names.values()) for name, s in names.items()}
-    return table({}, after, pairs)
-
-
-def matched(steps: Sequence[dict], baseline: Sequence[dict]) -> tuple[list[dict], list[dict]]:
-    """The records of the rollouts that both runs timed, in the same order."""
-    by_step = {record["step"]: record for record in rollouts(baseline)}
-    records = [record for record in rollouts(steps) if record["step"] in by_step]
-    return records, [by_step[record["step"]] for record in records]
-
-
-def paired(steps: Sequence[dict], baseline: Sequence[dict]) -> list[Saving]:
-    """Savings compared with a baseline run, over the rollouts that both timed: phases, totals and complete steps."""
-    specrl, plain = matched(steps, baseline)
-    if not specrl:
-        return []
-    before, after = ({**phases(records), **costs(records)} for records in (plain, specrl))
-    both = zip(specrl, plain, strict=True)
-    rows = table(before, after, [Pair(a, rollout_s(a), rollout_s(b), step_s([a])) for a, b in both])
-    for key in ("reward", "update"):
-        specrl_s, plain_s = ([total([record], f"timing_s/{key}") for record in records] for records in (specrl, plain))
-        rows.append(saving(key, specrl_s, plain_s))
-    specrl_s, plain_s = ([step_s([record]) for record in records] for records in (specrl, plain))
-    return [*rows, saving("step, controls left out", specrl_s, plain_s, claim=True)]
-
-
-def table(before: dict[str, float], after: dict[str, float], pairs: Sequence[Pair]) -> list[Saving]:
-    """The phases and their totals. Time that `bounded` removes is subtracted from plain prefill and decode."""
-    kept = sum(bounded([pair.specrl_s for pair in pairs], [pair.plain_s for pair in pairs]))
-    plain = before | {PLAIN_PHASE: kept - sum(s for phase, s in before.items() if phase != PLAIN_PHASE)}
-    rows = [Saving(phase, plain.get(phase, 0.0), after.get(phase, 0.0)) for phase in {**after, **before}]
-    scopes = {"from epoch 2 on": [pair for pair in pairs if later([pair.record])], "all these steps": pairs}
-    return rows + [
-        saving(f"rollout, {scope}", [p.specrl_s for p in part], [p.plain_s for p in part], claim=True)
-        for scope, part in scopes.items()
-        if part
+    after, before = ({**phases(records), **costs(records)} for records in zip(*pairs, strict=True))
+    late = [pair for pair in pairs if later(pair[:1])]
+    timed = [pair for pair in pairs if all(number(record, "timing_s/step") for record in pair)]
+    all_rollouts = saving("rollout, all these steps", pairs, rollout_s, claim=True)
+    before[PLAIN_PHASE] += all_rollouts.plain_s - sum(before.values())
+    return [
+        *(Saving(phase, before.get(phase, 0.0), after.get(phase, 0.0)) for phase in {**after, **before}),
+        *([saving("rollout, from epoch 2 on", late, rollout_s, claim=True)] if late else []),
+        all_rollouts,
+        saving("reward", pairs, lambda record: total([record], "timing_s/reward")),
+        saving("update", pairs, lambda record: total([record], "timing_s/update")),
+        saving("step, controls left out", timed, lambda record: step_s([record]), claim=True),
     ]
 
 
-def saving(phase: str, specrl_s: Sequence[float], plain_s: Sequence[float], claim: bool = False) -> Saving:
+def saving(phase: str, pairs: Sequence[Pair], seconds: Callable[[dict], float], claim: bool = False) -> Saving:
+    """The saving by one measure of a record's seconds. Args: claim: with its speedup."""
+    specrl_s, plain_s = ([seconds(pair[side]) for pair in pairs] for side in (0, 1))
     return Saving(phase, sum(bounded(specrl_s, plain_s)), sum(specrl_s), speedup(specrl_s, plain_s) if claim else None)
 
 
@@ -188,48 +168,6 @@ def breakdown(steps: Sequence[dict]) -> dict[str, float]:
         return {}
     spent = {name: total(steps, f"timing_s/{name}") for name in STEP_PHASES}
     return {name: s for name, s in spent.items() if s} | {"other": step_s(steps) - sum(spent.values())}
-
-
-def step_speedup(steps: Sequence[dict]) -> Speedup | None:
-    """Speedup of complete steps on the control steps: with plain rollouts and without COSTS, over the actual time."""
-    pairs = [pair for pair in control_pairs(steps) if pair.step_s]
-    plain_s = [pair.step_s + pair.plain_s - pair.specrl_s for pair in pairs]
-    return speedup([pair.step_s for pair in pairs], plain_s)
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Seconds saved over a run, extrapolated, with a 95 % interval that is None below speedup.FEWEST control steps."""
-
-    saved_s: float
-    low: float | None
-    high: float | None
-
-    def __str__(self) -> str:
-        if self.low is None or self.high is None or self.low <= 0 <= self.high:
-            return "no difference beyond the noise"
-        return f"{self.saved_s:.1f} s saved (95 % interval {self.low:.1f} to {self.high:.1f} s)"
-
-
-def estimate(steps: Sequence[dict]) -> Estimate | None:
-    """Seconds of the rollouts, with COSTS, times (speedup of the control steps - 1).
-
-    Epoch 1 and the later epochs are extrapolated separately. The interval covers the later epochs only. Without control
-    steps in epoch 1, its saving is 0; without control steps in the later epochs there is no estimate.
-    """
-    (first_s, first), (rest_s, rest) = (_extrapolated(part) for part in _parts(rollouts(steps)))
-    if rest is None:
-        return None
-    before = first_s * (first.ratio - 1) if first else 0.0
-    ends = (None if end is None else before + rest_s * (end - 1) for end in (rest.low, rest.high))
-    return Estimate(before + rest_s * (rest.ratio - 1), *ends)
-
-
-def _extrapolated(part: Sequence[dict]) -> tuple[float, Speedup | None]:
-    """Seconds of these rollouts, with COSTS, and the speedup on their control steps; None without control steps."""
-    pairs = control_pairs(part)
-    ratio = speedup([pair.specrl_s for pair in pairs], [pair.plain_s for pair in pairs])
-    return sum(map(rollout_s, part)), ratio
 
 
 def first_last(steps: Sequence[dict]) -> dict:

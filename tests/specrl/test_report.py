@@ -17,14 +17,13 @@ from specrl.results.report import NO_PLOT, write_report
 from specrl.results.savings import (
     Saving,
     breakdown,
-    estimate,
+    control_pairs,
     first_last,
-    measured,
-    paired,
+    matched,
     phases,
     rollouts,
+    savings,
     step_s,
-    step_speedup,
 )
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.sections import RoutedConfig
@@ -62,6 +61,18 @@ def rows(savings: list[Saving]) -> dict[str, tuple[float, float]]:
     return {saving.phase: (saving.plain_s, saving.specrl_s) for saving in savings}
 
 
+def measured(steps) -> dict[str, Saving]:
+    return {saving.phase: saving for saving in savings(control_pairs(steps))}
+
+
+def step_ratio(steps) -> float:
+    return measured(steps)["step, controls left out"].speedup.ratio
+
+
+def paired(steps, baseline) -> list[Saving]:
+    return savings(matched(steps, baseline))
+
+
 def make_run(path, steps, acceptance="exact", epochs=2, **options) -> str:
     config = Config(name=path.name, output_dir=str(path.parent))
     config.rollout.acceptance, config.trainer.epochs = acceptance, epochs
@@ -75,7 +86,7 @@ def make_run(path, steps, acceptance="exact", epochs=2, **options) -> str:
 
 def test_measured_savings_by_hand():
     # The control steps save -1, 7 and 4 s; none may save more than the 4 s below the top one.
-    assert rows(measured(STEPS)) == {
+    assert rows(measured(STEPS).values()) == {
         "prefill and decode": (26.0, 14.5),
         "verify": (0.0, 3.0),
         "draft": (0.0, 1.0),
@@ -83,6 +94,7 @@ def test_measured_savings_by_hand():
         "store": (0.0, 0.25),
         "rollout, from epoch 2 on": (17.0, 9.0),
         "rollout, all these steps": (26.0, 19.0),
+        **dict.fromkeys(("reward", "update", "step, controls left out"), (0.0, 0.0)),
     }
 
 
@@ -94,18 +106,19 @@ def test_saving_formulas_by_hand():
 
 
 def test_phases_add_up_so_the_total_is_net():
-    *parts, _, total = measured(STEPS)
+    total = measured(STEPS)["rollout, all these steps"]
+    parts = savings(control_pairs(STEPS))[:5]
     assert sum(part.saved_s for part in parts) == pytest.approx(total.saved_s) == 7.0
     assert total.speedup.ratio == pytest.approx(26 / 19), "a ratio of sums, not a mean of ratios"
 
 
 def test_negative_control_gen_without_verification_gives_other_numbers():
     uncharged = [r | {"timing_s/gen": r["timing_s/gen"] - r.get("timing_s/verify", 0.0)} for r in STEPS]
-    assert measured(uncharged)[-1].saved_s == 9.0
-    assert rows(measured(uncharged)) != rows(measured(STEPS))
+    assert measured(uncharged)["rollout, all these steps"].saved_s == 9.0
     forgotten = [{key: value for key, value in r.items() if key != "timing_s/verify"} for r in STEPS]
-    assert rows(measured(forgotten))["prefill and decode"] == (26.0, 17.5), "time of an unnamed phase is not lost"
-    assert measured(forgotten)[-1].saved_s == 7.0
+    found = measured(forgotten)
+    assert rows(found.values())["prefill and decode"] == (26.0, 17.5), "time of an unnamed phase is not lost"
+    assert found["rollout, all these steps"].saved_s == 7.0
 
 
 def test_paired_savings_by_hand_match_step_by_step():
@@ -145,16 +158,16 @@ def test_negative_control_control_rows_charged_to_the_run_would_be_seen(tmp_path
     charged = sum(record["timing_s/step"] for record in TIMED)
     assert step_s(TIMED) != charged == 50.0
     measurement = [record | {"timing_s/reuse_gap": 9.0, "timing_s/step": 14.0} for record in STEADY]
-    savings = rows(paired(measurement, PLAIN))
-    assert savings["rollout, all these steps"] == (32.0, 16.0)
-    assert savings["step, controls left out"] == (64.0, 48.0)
+    found = rows(paired(measurement, PLAIN))
+    assert found["rollout, all these steps"] == (32.0, 16.0)
+    assert found["step, controls left out"] == (64.0, 48.0)
 
 
 def test_complete_steps_against_plain_rollouts_by_hand():
     twice = [*TIMED, TIMED[1]]
-    assert step_speedup(twice).ratio == pytest.approx((18 - 6 + 15) / 18), "the control steps alone"
-    assert step_speedup(TIMED[:1]) is None
-    assert step_speedup(TIMED).ratio == 1.0, "a single control step saves nothing"
+    assert step_ratio(twice) == pytest.approx((18 - 6 + 15) / 18), "the control steps alone"
+    assert measured(TIMED[:1]) == {}
+    assert step_ratio(TIMED) == 1.0, "a single control step saves nothing"
 
 
 def test_the_page_says_where_a_step_goes(tmp_path):
@@ -164,16 +177,6 @@ def test_the_page_says_where_a_step_goes(tmp_path):
     assert "| step, controls left out | 19.00 | 100% |" in page
     exact = [record | {"timing_s/update": record["timing_s/step"] - record["timing_s/gen"] + 1e-9} for record in PLAIN]
     assert "| other |" not in write_report(make_run(tmp_path / "exact", exact), plots=False).page(), "no -0.00"
-
-
-def test_estimate_extrapolates_epoch_one_separately():
-    # Of epoch 1 half was measured, of the rest all, where two steps save 4 s each.
-    assert estimate(STEPS).saved_s == pytest.approx(20 * (9 / 10 - 1) + 9 * (17 / 9 - 1)) == pytest.approx(6.0)
-    no_first = [{key: value for key, value in STEPS[0].items() if key != "spec/plain_s"}, *STEPS[1:]]
-    assert estimate(no_first).saved_s == pytest.approx(8.0)
-    charged = [{**record, "timing_s/drafter": 0.5} for record in STEPS]
-    assert estimate(charged).saved_s == pytest.approx(6.0 - 0.5 * len(STEPS)), "co-training is charged"
-    assert estimate(STEPS[:2]) is None
 
 
 def test_first_and_last_reward():
@@ -212,7 +215,7 @@ def test_report_files(tmp_path):
     assert [path.name for path in written.files] == ["report.md", "report.json", "report.png"]
     assert written.files[2].read_bytes().startswith(b"\x89PNG")
     summary = json.loads(written.files[1].read_text())
-    assert summary["measured"]["savings"][-1]["speedup"]["ratio"] == pytest.approx(26 / 19)
+    assert summary["measured"]["savings"][6]["speedup"]["ratio"] == pytest.approx(26 / 19)
     assert summary["measured"]["title"] == "Measured on 3 control steps of 4 rollouts"
     assert summary["reuse"]["reused_ratio"] == 20 / (20 + 150), "tokens of epoch 2, weighted by their number"
     assert (summary["ties"], summary["flips"], summary["finished"], summary["notes"]) == (8, None, True, [])
@@ -289,7 +292,7 @@ def test_planted_fault_settings_that_change_time_are_named_with_the_number(tmp_p
 def test_a_run_that_does_not_speculate_has_no_speedup(tmp_path):
     run, baseline = make_run(tmp_path / "a", PLAIN, "off"), make_run(tmp_path / "b", PLAIN, "off")
     made = write_report(run, baseline, plots=False)
-    assert made.evidence == {}
+    assert made.comparisons == {}
     assert any("rollout.acceptance=off" in note for note in made.summary["notes"])
     assert "Speedup" not in made.page()
 
@@ -329,19 +332,20 @@ def test_co_training_is_charged_to_the_run_in_every_figure(tmp_path):
         "co-training": (0.0, 48.0),
         "rollout, from epoch 2 on": (16.0, 32.0),
         "rollout, all these steps": (32.0, 64.0),
+        "reward": (0.0, 0.0),
+        "update": (16.0, 16.0),
+        "step, controls left out": (48.0, 80.0),
     }
     assert summary["measured"]["claims"] == [
         "Speedup of the rollout, from epoch 2 on, co-training charged: 0.50x (95 % interval 0.50x to 0.50x)",
         "Speedup of the rollout, all these steps, co-training charged: 0.50x (95 % interval 0.50x to 0.50x)",
         "Speedup of the step, controls left out, co-training charged: 0.60x (95 % interval 0.60x to 0.60x)",
     ]
-    assert summary["estimate"]["saved_s"] == 16 * (2 + 1 - 5), "all agree: 2 s lost in each of 16 steps"
-    assert step_speedup(TRAINED).ratio == pytest.approx((2 + 1) / (1 + 3 + 1))
     plain = [record | {"timing_s/update": 1.0, "timing_s/step": 3.0} for record in PLAIN]
-    savings = rows(paired(TRAINED, plain))
-    assert savings["co-training"] == (0.0, 48.0), "to one side of a pair"
-    assert savings["rollout, all these steps"] == (32.0, 64.0)
-    assert savings["step, controls left out"] == (48.0, 80.0)
+    found = rows(paired(TRAINED, plain))
+    assert found["co-training"] == (0.0, 48.0), "to one side of a pair"
+    assert found["rollout, all these steps"] == (32.0, 64.0)
+    assert found["step, controls left out"] == (48.0, 80.0)
 
 
 def test_co_training_between_control_steps_is_charged_too():
@@ -351,15 +355,14 @@ def test_co_training_between_control_steps_is_charged_too():
         | {"timing_s/step": 4.0 if r["step"] % 2 == 0 else 5.0}
         for r in TRAINED
     ]
-    assert measured(steps)[-1].speedup.ratio == pytest.approx(2 / (1 + 1.5))
-    assert step_speedup(steps).ratio == pytest.approx((2 + 1) / (1 + 1.5 + 1))
-    assert estimate(steps).saved_s == pytest.approx(16 * (2 - 2.5))
+    assert measured(steps)["rollout, all these steps"].speedup.ratio == pytest.approx(2 / (1 + 1.5))
+    assert step_ratio(steps) == pytest.approx((2 + 1) / (1 + 1.5 + 1))
 
 
 def test_saving_the_cache_between_two_steps_is_charged():
     saved = [record | {"timing_s/cache_save": 0.5} for record in STEADY]
-    assert measured(saved)[-1].speedup.ratio == pytest.approx(2.0 / (1.0 + 0.5))
-    assert step_speedup(saved).ratio == pytest.approx((3.0 - 1.0 + 2.0) / (3.0 + 0.5))
+    assert measured(saved)["rollout, all these steps"].speedup.ratio == pytest.approx(2.0 / (1.0 + 0.5))
+    assert step_ratio(saved) == pytest.approx((3.0 - 1.0 + 2.0) / (3.0 + 0.5))
 
 
 def minibatches(gen: float, plain: float | None = None) -> list[dict]:
@@ -379,17 +382,15 @@ def test_every_optimiser_step_is_charged(tmp_path):
     run = make_run(tmp_path / "a", minibatches(2.0, 4.0))
     baseline = make_run(tmp_path / "b", minibatches(4.0), "off")
     report = write_report(run, baseline, plots=False)
-    whole = {row["phase"]: row["speedup"] for row in report.summary["paired"]["savings"]}["step, controls left out"]
-    assert whole["ratio"] == pytest.approx(16 / 14)
-    assert report.summary["step_speedup"]["ratio"] == pytest.approx(16 / 14)
+    for kind in ("paired", "measured"):
+        assert report.summary[kind]["savings"][-1]["speedup"]["ratio"] == pytest.approx(16 / 14)
     assert report.summary["steps"] == 32
     assert sum(report.summary["step_s"].values()) == pytest.approx(8 * 14.0)
     assert report.summary["measured"]["title"].startswith("Measured on 8 control steps of 8 rollouts")
     assert report.summary["reward"]["last"] == 0.5
     assert first_last(minibatches(2.0)[:16])["last"] == 0.5, "the last step has no reward of its own"
     planted = [record for record in minibatches(2.0, 4.0) if "timing_s/gen" in record]
-    wrong = write_report(make_run(tmp_path / "c", planted), plots=False).summary["step_speedup"]["ratio"]
-    assert wrong == pytest.approx(7 / 5)
+    assert step_ratio(planted) == pytest.approx(7 / 5)
 
 
 @pytest.mark.slow  # a run
@@ -415,10 +416,8 @@ def test_planted_fault_one_stalled_step_makes_no_figure(tmp_path):
     even = [record | {"timing_s/gen": 2.0, "timing_s/step": 6.0} for record in STEADY]
     stalled = [*even[:9], even[9] | {"spec/plain_s": 70.0, "timing_s/control": 70.0, "timing_s/step": 74.0}, *even[10:]]
     summary = write_report(make_run(tmp_path / "a", stalled), plots=False).summary
-    assert [row["saved_s"] for row in summary["measured"]["savings"]] == [0.0] * 7
-    assert summary["measured"]["title"].endswith("interquartile range 1.00x to 1.00x")
+    assert [row["saved_s"] for row in summary["measured"]["savings"]] == [0.0] * 10
     assert all("not distinguishable from 1x" in claim for claim in summary["measured"]["claims"])
-    assert summary["estimate"]["saved_s"] == 0.0
     slow = [*PLAIN[:9], PLAIN[9] | {"timing_s/gen": 70.0, "timing_s/step": 72.0}, *PLAIN[10:]]
     evidence = paired_summary(tmp_path, even, slow)["paired"]
     assert [row["saved_s"] for row in evidence["savings"]] == [0.0] * 10
@@ -438,7 +437,7 @@ def test_the_end_of_a_run_fits_80_columns(tmp_path):
 def test_unfinished_run_without_control_steps_or_config(tmp_path):
     plain = [{"step": 1, "epoch": 0.5, "timing_s/gen": 2.0, "reward": None}]
     made = write_report(make_run(tmp_path / "a", plain, epochs=3), plots=False)
-    assert made.evidence == {}
+    assert made.comparisons == {}
     assert made.summary["finished"] is False
     for note, part in zip(made.summary["notes"], ("unfinished", "rollout.measure_every=10", "epoch 2"), strict=True):
         assert part in note
@@ -518,22 +517,22 @@ WITHOUT = [{"step": n, "epoch": n / 4, "timing_s/gen": 1.0, "timing_s/step": 2.4
 def test_rollouts_ahead_by_hand(tmp_path):
     run = load_run(make_run(tmp_path / "a", AHEAD))
     alone = ahead(run, None)
-    assert [alone[key] for key in ("ratio", "done", "unchanged", "step_s")] == pytest.approx([0.8, 0.75, 0.5, 2.0])
+    assert [alone[f"ahead_{key}"] for key in ("ratio", "done_ratio", "unchanged_ratio")] == [0.8, 0.75, 0.5]
     assert "rollout.ahead=off" in alone["sentence"]
     compared = ahead(run, load_run(make_run(tmp_path / "off", WITHOUT, ahead="off")))
-    assert compared["step_s_without"] == pytest.approx(2.4)
-    assert "1.20x" in compared["sentence"]
+    assert compared["step"]["speedup"]["ratio"] == pytest.approx(1.2)
+    assert "1.20x (95 % interval 1.20x to 1.20x)" in compared["sentence"]
     stopped = [{**record, "timing_s/step": 2.0} for record in WITHOUT[:4]]
     slower_later = [{**record, "timing_s/step": 2.0 if record["step"] <= 4 else 6.0} for record in AHEAD]
     early = ahead(
         load_run(make_run(tmp_path / "d", slower_later)), load_run(make_run(tmp_path / "e", stopped, ahead="off"))
     )
-    assert (early["step_s_with"], early["step_s_without"]) == (2.0, 2.0), "steps that both have"
-    assert "1.00x" in early["sentence"]
+    assert (early["step"]["specrl_s"], early["step"]["plain_s"]) == (6.0, 6.0), "steps that both have"
+    assert "too few to tell" in early["sentence"]
     also_ahead = load_run(make_run(tmp_path / "on", WITHOUT))
-    assert "step_s_without" not in ahead(run, also_ahead)
+    assert "step" not in ahead(run, also_ahead)
     (tmp_path / "off" / "environment.json").write_text(json.dumps(MACHINE | {"cores": 64}))
-    assert "step_s_without" not in ahead(run, load_run(tmp_path / "off")), "another machine"
+    assert "step" not in ahead(run, load_run(tmp_path / "off")), "another machine"
 
 
 def test_the_report_says_what_rollouts_ahead_did(tmp_path):

@@ -31,7 +31,7 @@ def configured(**options) -> Config:
 
 
 def test_the_card_has_the_claims_of_the_report(report):
-    text = card(configured(), report)
+    text = str(card(configured(), report))
     for part in (*report.summary["measured"]["claims"], report.summary["rule"], "reuse gap: 0.020", "saved as float32"):
         assert part in text
 
@@ -57,7 +57,7 @@ def test_the_settings_in_the_card_repeat_the_run(tmp_path):
     ],
 )
 def test_only_what_is_on_the_hub_is_linked(model, data, base, datasets, report):
-    text = card(configured(model=model, data=data), report)
+    text = str(card(configured(model=model, data=data), report))
     metadata = yaml.safe_load(text.split("---\n")[1])
     assert (metadata.get("base_model"), metadata.get("datasets")) == (base, datasets)
     assert "alice" not in text
