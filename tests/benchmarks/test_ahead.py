@@ -59,6 +59,7 @@ def test_a_turn_is_a_rollout_with_its_updates_and_ends_with_the_weights_sent():
     assert all(turn["seconds"] >= turn["sync"] >= 0 for turn in turns.done)
 
 
+@pytest.mark.slow
 def test_workers_have_a_core_of_their_own_and_a_missing_one_is_an_error():
     code = (  # in a process of its own, which `pin` pins
         "import os, subprocess, sys; from benchmarks.ahead_run import pin\n"

@@ -174,6 +174,7 @@ def test_the_cache_of_an_earlier_run(finished, tmp_path):
     assert all(step.metrics["spec/draft_age"] >= 0 for step in same.steps)
 
 
+@pytest.mark.slow
 def test_the_cache_of_another_tokenizer_is_refused(finished, tmp_path, refuse):
     other = build_policy(tmp_path / "other")
     data = json.loads((other / "tokenizer.json").read_text())
@@ -209,6 +210,7 @@ def test_another_data_set_is_refused(finished, tmp_path, things, refuse):
     assert "'arithmetic'" in text
 
 
+@pytest.mark.slow
 def test_a_reward_that_breaks_stops_the_run_and_keeps_what_is_done(tmp_path, capsys, monkeypatch):
     calls, digits = iter(range(10**6)), tests.runs.digits
 

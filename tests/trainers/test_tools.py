@@ -178,7 +178,7 @@ def test_results_survive_in_a_file_and_a_damaged_one_costs_time_only(counted, tm
     other.load(tmp_path / "missing.json")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_conversations_are_those_without_kept_results(monkeypatch, tmp_path):
     """Three epochs; and a resume, whose checkpoint has the results."""
     calls = []

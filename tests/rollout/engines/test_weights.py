@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors import safe_open
 
@@ -20,6 +21,7 @@ with in_memory_files(iter([("a", torch.ones(1 << 20)), ("b", torch.arange(3))]))
 """
 
 
+@pytest.mark.slow
 def test_another_process_reads_the_weights_and_nothing_outlives_a_killed_writer():
     before = set(os.listdir("/dev/shm"))
     writer = subprocess.Popen([sys.executable, "-c", KEPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -247,6 +247,7 @@ def by_window(models, plain, head, waits=True):
     return found
 
 
+@pytest.mark.slow
 def test_the_window_changes_no_accepted_text(models, plain):
     """Every token that can be judged is judged, in whichever pass."""
     head = JudgeHead(torch.randn(32, generator=torch.Generator().manual_seed(0)), 0.0, 0.9)
@@ -294,6 +295,7 @@ def test_the_kl_rule_by_hand():
     assert KLJudge(5.0, 0.9).unimportant(hidden[2:], policy[2:], draft[2:]) == [True]
 
 
+@pytest.mark.slow
 def test_the_kl_rule_runs_in_the_engine(models, plain):
     never = engine(models, KLJudge(0.0, 0.0)).generate(requests())[0]
     assert [c.tokens for c in never] == plain[0]

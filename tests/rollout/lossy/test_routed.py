@@ -234,6 +234,7 @@ def test_the_sessions_of_both_engines_fit_the_memory_together(models, monkeypatc
 TWO = [a + b for a in LETTERS[:6] for b in LETTERS[:30]]  # half of the tokens may end a step, one in twenty does
 
 
+@pytest.mark.slow
 def test_a_token_that_may_end_a_step_does_not_always(models):
     asked, end = requests(cap=40), StepEnd(TWO, decode, {EOS}, 40, len(NAMES))
     router = AcceptanceRule(odd)

@@ -202,7 +202,7 @@ def test_weights_that_can_be_walked_once_follow_a_link(source, senders):
     assert puts[0].keys() == {meta.name for meta in source.metadata()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_pool_is_linked_and_replaces_workers_all_the_same(build_model, tmp_path, senders):
     model = build_model("llama")
     model.save_pretrained(tmp_path)

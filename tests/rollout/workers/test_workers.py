@@ -406,6 +406,7 @@ def test_close_ends_the_processes_and_may_be_called_twice(pools):
     assert wait_until(lambda: all(map(gone, pids)))
 
 
+@pytest.mark.long
 def test_nothing_outlives_a_driver_that_has_finished(tmp_path, spec):
     driver, _, pids = drive(tmp_path, spec, "pass")
     driver.wait(60)

@@ -178,6 +178,7 @@ def test_it_ends_itself_when_it_does_not_pay(folder, drafter, made, caplog):
     assert differences(made(False)[0], off) == []
 
 
+@pytest.mark.long
 def test_workers_have_copies_that_follow(folder, drafter):
     """Ray workers draft with the trained drafter as well as an engine that shares it, and the policy is the same."""
     options = SHORT | ON | {"rollout__drafter": drafter, "rollout__sources": "[]", "rollout__budget__window": 3}

@@ -69,7 +69,7 @@ def test_reuse_is_logged_by_turn_and_measured_on_control_steps(drafted):
     assert len(drafted.logged("spec/speedup_turn2")) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("cap", [100, 122, 185])
 def test_a_budget_that_ends_within_a_turn_or_a_tool_result_changes_nothing(cap, tmp_path):
     runs = both(tmp_path, max_completion_length=cap, max_tool_calling_iterations=3, **EPOCHS)

@@ -136,6 +136,7 @@ def test_a_shared_prompt_is_computed_once(tiny):
     assert stats.forward_tokens <= 19 + 8 * 4
 
 
+@pytest.mark.slow
 def test_the_cap_is_exact_and_eos_at_the_cap_is_a_stop(tiny):
     model = tiny("qwen3")
     free = SamplingParams(frozenset())

@@ -132,6 +132,7 @@ def lognormal(n: int, most: int) -> list[Request]:
     return [Request([5, 9, 30, 12], derive_key(3, "engine", i, 0), cap) for i, cap in enumerate(caps)]
 
 
+@pytest.mark.slow
 def test_kv_is_planned_and_allocated_once(golden, monkeypatch, caplog):
     """Three rollouts within a byte limit: as many rows as fit run, memory is as planned, nothing is allocated twice."""
     model, _, _ = golden("qwen3")

@@ -199,6 +199,7 @@ def test_a_rule_by_which_drafts_are_text_refuses_a_head(golden, acceptance):
         load_drafter(spec, golden("qwen3")[0])
 
 
+@pytest.mark.slow
 def test_a_row_of_a_one_token_prompt_changes_no_other_rows_drafts(golden):
     """Such a row may be the longest of a call: slabs that are longer than the policy's had states of other rows."""
     model, _, _ = golden("qwen3")

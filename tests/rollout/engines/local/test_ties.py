@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from specrl.rollout.build import build_engine
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import EngineSpec
@@ -35,6 +37,7 @@ def test_draws_that_are_decided_canonically_are_the_same(golden):
     assert stats.ties == 0
 
 
+@pytest.mark.slow
 def test_rounding_that_depends_on_the_pass_flips_tokens_only_without_the_tie_margin(tiny):
     model, prompt = tiny("llama"), [5, 9, 30]
     keys = nearly_tied_keys(model, prompt, 3e-5)

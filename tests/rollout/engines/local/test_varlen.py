@@ -115,6 +115,7 @@ def test_tokens_are_those_of_a_loop_without_a_cache(golden, on_gpu_passes, famil
         assert differing(engine.generate(requests_of(cases, drafters))[0], want) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", [(0.0, 0, 1.0), (0.7, 5, 1.0), (1.0, 0, 0.8)])
 def test_every_law_and_few_places(golden, on_gpu_passes, law):
     model, cases, _ = golden("qwen3")

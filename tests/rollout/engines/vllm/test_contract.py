@@ -20,6 +20,7 @@ def skip_v2_of_an_older_version() -> None:
         pytest.skip("Model Runner V2 of vLLM 0.31 is another one")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", ["served", "v1", "v2"])
 def test_the_installed_version_has_them_and_each_that_is_missing_is_named(runner, monkeypatch):
     from specrl.rollout.engines.vllm import contract
