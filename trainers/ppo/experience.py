@@ -16,7 +16,6 @@ from torch import Tensor
 from specrl.rollout.types import Completion, Row
 from specrl.trainers.ppo import objectives
 from specrl.trainers.ppo.critic import Models
-from specrl.trainers.ppo.prior import Prior
 
 if TYPE_CHECKING:
     from specrl.trainers.rollouts import Rollouts
@@ -79,9 +78,7 @@ class ValueTargets(NamedTuple):
     """What the critic is trained on [B, T]."""
 
     values: Tensor
-    """Its values before the update, which include the prior's."""
-    prior: Tensor
-    """Values without a network (`trainers/ppo/prior.py`), to which the critic's output is added."""
+    """Its values before the update."""
     returns: Tensor
 
 
@@ -109,7 +106,7 @@ def _select(part: Any, rows: slice) -> Any:
 class ExperienceMaker:
     """Turns a rollout into experience: log-probs and values, then rewards and advantages.
 
-    Checkpoints hold its state: the KL weight, the critic's prior, and the smoothed explained variance.
+    Checkpoints hold its state: the KL weight and the smoothed explained variance.
 
     Args:
         rows_per_pass: of a forward pass.
@@ -130,7 +127,6 @@ class ExperienceMaker:
         self._rows_per_pass = rows_per_pass
         self._pad_id = pad_id
         self._accelerator = accelerator
-        self._prior = Prior(accelerator)
         self._explained = [0.0, 0.0]  # smoothed variances of the critic's errors, and of returns
         self.beta = setup.trainer.beta
         """The KL weight of the next update."""
@@ -141,22 +137,21 @@ class ExperienceMaker:
         Truncated rows that `mask_truncated` leaves out of the loss keep their rewards in every baseline.
         """
         device = self._accelerator.device
-        prompts = [row.example_id for row in sampled.rows]
         known = [reward is not None for reward in sampled.rewards]
         totals = torch.tensor([torch.nan if r is None else r for r in sampled.rewards], device=device)
         responses = Responses.of(sampled.rows, sampled.batch.completions, known, self._pad_id, device)
-        batch = self._scored(responses, prompts, rollouts.old_from_engine)
+        batch = self._scored(responses, rollouts.old_from_engine)
         left_out = [self._options.mask_truncated and c.finish == "length" for c in sampled.batch.completions]
         train_mask = batch.mask * (1 - torch.tensor(left_out, device=device)[:, None].float())
         ratios = rollouts.importance(batch.rollout_logprobs, train_mask, lambda: batch.policy_logprobs)
-        batch = self._with_advantages(batch, totals, prompts)
+        batch = self._with_advantages(batch, totals)
         advantages = batch.advantages if ratios is None else batch.advantages * ratios
         batch = replace(batch, advantages=advantages, mask=train_mask)
         metrics = response_metrics(sampled.batch.completions, totals, self._group_size, self._accelerator.gather)
         return batch, metrics | self._value_metrics(batch) | self._adapt_beta(batch)
 
     @torch.no_grad()
-    def _scored(self, responses: Responses, prompts: Sequence[str], old_from_engine: bool) -> Experience:
+    def _scored(self, responses: Responses, old_from_engine: bool) -> Experience:
         """Adds the log-probs of policy and reference, and the values. The advantages are still 0."""
         trained, reference, reference_context = self._models
         trained.eval()
@@ -167,15 +162,13 @@ class ExperienceMaker:
         zeros = torch.zeros_like(logp)
         batch = Experience(**vars(responses), policy_logprobs=logp, old_logprobs=old, advantages=zeros)
         if trained.value is not None:
-            prior = self._prior.values(prompts, logp, batch.mask)
-            values = torch.cat([out.values for out in outputs]) + prior
-            batch.critic = ValueTargets(values, prior, returns=zeros)
+            batch.critic = ValueTargets(torch.cat([out.values for out in outputs]), returns=zeros)
         if reference is not None:
             with reference_context(), self._accelerator.autocast():
                 batch.reference_logprobs = torch.cat([reference(*inputs).logp for inputs in passes])
         return batch
 
-    def _with_advantages(self, batch: Experience, totals: Tensor, prompts: Sequence[str]) -> Experience:
+    def _with_advantages(self, batch: Experience, totals: Tensor) -> Experience:
         """The batch with advantages and, for a critic, returns [B, T] from total rewards [B]."""
         options = self._options
         mask = batch.mask
@@ -189,8 +182,6 @@ class ExperienceMaker:
             advantages, returns = objectives.gae(rewards, critic.values, mask, gamma=gamma, lam=lam)
             advantages = objectives.whiten(advantages, mask, self._all_reduce)
             critic = critic._replace(returns=returns)
-            monte_carlo, _ = objectives.gae(rewards, torch.zeros_like(mask), mask, gamma=gamma, lam=1.0)
-            self._prior.learn(prompts, batch.policy_logprobs, monte_carlo, mask)
         elif options.advantage == "rloo":
             advantages = self._rloo_advantages(batch, rewards)
         else:
@@ -207,7 +198,7 @@ class ExperienceMaker:
     def _value_metrics(self, batch: Experience) -> dict[str, float]:
         if batch.critic is None:
             return {}
-        values, _, returns = batch.critic
+        values, returns = batch.critic
         error = returns - values
         variance = self._mean((returns - self._mean(returns, batch.mask)).square(), batch.mask)
         unexplained = self._mean((error - self._mean(error, batch.mask)).square(), batch.mask)
@@ -236,12 +227,11 @@ class ExperienceMaker:
 
     def state(self) -> dict[str, Any]:
         """What `restore` takes, as JSON types."""
-        return {"beta": self.beta, "prior": self._prior.state(), "explained": self._explained}
+        return {"beta": self.beta, "explained": self._explained}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.beta = state["beta"]
         self._explained = state["explained"]
-        self._prior.restore(state["prior"])
 
 
 def response_metrics(

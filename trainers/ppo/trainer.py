@@ -223,8 +223,7 @@ class PPOTrainer:
         metrics = {"policy_loss": surrogate, "entropy": outputs.entropy}
         loss = surrogate - options.entropy_bonus * outputs.entropy
         if part.critic is not None:
-            values = outputs.values + part.critic.prior
-            error = objectives.value_loss(values, part.critic.values, part.critic.returns, options.critic.clip)
+            error = objectives.value_loss(outputs.values, part.critic.values, part.critic.returns, options.critic.clip)
             metrics["value_loss"] = error
             loss = loss + options.critic.loss_weight * error
         if part.reference_logprobs is not None:

@@ -161,7 +161,7 @@ class Run:
         values = self._value(found).detach()
         totals = token_rewards(rewards, torch.zeros_like(found.mask), found.mask, 0.0)
         advantages, returns = gae(totals, values, found.mask, gamma=1.0, lam=1.0)
-        found.critic = ValueTargets(values, torch.zeros_like(values), returns)
+        found.critic = ValueTargets(values, returns)
         found.advantages = whiten(advantages, found.mask)
 
     def _update(self, found: Experience) -> None:

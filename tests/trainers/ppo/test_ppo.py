@@ -262,12 +262,12 @@ def test_the_kl_weight_adapts():
 def test_the_critic_learns_what_a_response_is_worth(tmp_path):
     """For a policy that does not change and repeats itself."""
     options = {"trainer__learning_rate": 0, "rollout__replay": 1, "trainer__prompts_per_step": 12}
-    critic = {"trainer__critic__model": "separate", "trainer__critic__clip": 0}
+    critic = {"trainer__critic__model": "separate", "trainer__critic__clip": 0, "trainer__critic__learning_rate": 1e-3}
     record = ppo(tmp_path, trainer__epochs=8, trainer__updates_per_rollout=2, **options, **critic)
     explained = [log["value/explained_variance"] for log in logs(record) if "value/mean" in log]
     assert explained[0] == pytest.approx(0, abs=1e-6), "it begins with 0 everywhere"
     assert explained[-3:] == sorted(explained[-3:])
-    assert explained[-1] > 0.15
+    assert explained[-1] > 0.1
 
 
 def test_an_adapter_is_trained_saved_and_loads(tmp_path):
