@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 PRIOR, WEIGHT = 0.9, 10.0
 """Prior acceptance probability, and its weight in draft tokens. It is optimistic but soon outweighed."""
 FORGET = 0.5
@@ -37,26 +40,23 @@ class CostModel:
     """
 
     def __init__(self) -> None:
-        self._fixed = [0.0] * 15  # sums of `_products` of calibration passes; `_moving`: of observed passes
-        self._moving = [0.0] * 15
+        self._fixed = np.zeros((5, 5))  # sums of `_products` of calibration passes; `_moving`: of observed passes
+        self._moving = np.zeros((5, 5))
         self._fitted: tuple[float, float, float, float] | None = None
 
     def fit(self) -> tuple[float, float, float, float]:
         """(a, r, b, c), all non-negative. a and the cost of a token are positive."""
         if self._fitted is None:
-            self._fitted = _fit([old + new for old, new in zip(self._fixed, self._moving, strict=True)])
+            self._fitted = _fit(self._fixed + self._moving)
         return self._fitted
 
     def observe(self, tokens: int, seconds: float, rows: int = 0, width: int = 0) -> None:
-        new = _products(rows, tokens, width * tokens, seconds)
-        self._moving = [_FADE_FIT * old + x for old, x in zip(self._moving, new, strict=True)]
+        self._moving = _FADE_FIT * self._moving + _products(rows, tokens, width, seconds)
         self._fitted = None
 
     def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0, width: int = 0) -> None:
         """Records (tokens, seconds) that are never forgotten, since the terms cannot be fitted to equal passes."""
-        for tokens, seconds in passes:
-            new = _products(rows, tokens, width * tokens, seconds)
-            self._fixed = [old + x for old, x in zip(self._fixed, new, strict=True)]
+        self._fixed += sum(_products(rows, tokens, width, seconds) for tokens, seconds in passes)
         self._fitted = None
 
 
@@ -127,39 +127,27 @@ def emitted(p: float, k: int) -> float:
     return (1 - p ** (k + 1)) / (1 - p)
 
 
-def _products(*terms: float) -> list[float]:
-    """All products of two of (1, *terms)."""
-    terms = (1.0, *terms)
-    return [x * y for i, x in enumerate(terms) for y in terms[i:]]
+def _products(rows: int, tokens: int, width: int, seconds: float) -> NDArray[np.float64]:
+    """The products of each two of 1, rows, tokens, width * tokens and seconds [5, 5]."""
+    terms = np.array([1.0, rows, tokens, width * tokens, seconds])
+    return np.outer(terms, terms)
 
 
-def _fit(products: Sequence[float]) -> tuple[float, float, float, float]:
-    """(a, r, b, c) from the sums of `_products` of rows, tokens, width * tokens and seconds."""
-    rest = iter(products)
-    upper = [[0.0] * i + [next(rest) for _ in range(i, 5)] for i in range(5)]
-    passes, _, tokens, _, seconds = upper[0]
+def _fit(products: NDArray[np.float64]) -> tuple[float, float, float, float]:
+    """(a, r, b, c) from the sums of `_products`."""
+    passes, _, tokens, _, seconds = products[0].tolist()
     if not passes:
         return 1.0, 0.0, 1e-3, 0.0
-    terms = [i for i in range(4) if upper[i][i]]
-    solution = [0.0] * 4
-    while terms:  # removes the most negative term until none is negative
-        solved = _solve([[upper[min(i, j)][max(i, j)] for j in terms] for i in terms], [upper[i][4] for i in terms])
-        if min(solved) >= 0:
-            for i, x in zip(terms, solved, strict=True):
-                solution[i] = x
+    terms = np.flatnonzero(products[0, :4])
+    solution = np.zeros(4)
+    while len(terms):  # removes the most negative term until none is negative
+        among = products[np.ix_(terms, terms)]
+        ridge = np.diag(1e-9 * among.diagonal())  # separates terms that always occurred together
+        solved = np.linalg.solve(among + ridge, products[terms, 4])
+        if solved.min() >= 0:
+            solution[terms] = solved
             break
-        terms.pop(solved.index(min(solved)))
-    a, row, token, position = solution
+        terms = np.delete(terms, solved.argmin())
+    a, row, token, position = solution.tolist()
     token_s = token if token or position else 0.1 * seconds / tokens
     return max(a, 0.01 * seconds / passes), row, token_s, position
-
-
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Solves matrix @ x = right, symmetric and positive. A tiny ridge separates terms that always occurred together."""
-    rows = [[x * (1 + 1e-9 * (i == j)) for j, x in enumerate(row)] + [right[i]] for i, row in enumerate(matrix)]
-    for i, pivot in enumerate(rows):
-        for j, row in enumerate(rows):
-            if i != j and pivot[i]:
-                factor = row[i] / pivot[i]
-                rows[j] = [x - factor * y for x, y in zip(row, pivot, strict=True)]
-    return [row[-1] / row[i] if row[i] else 0.0 for i, row in enumerate(rows)]
