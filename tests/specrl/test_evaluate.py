@@ -198,19 +198,6 @@ def test_pass_at_k_is_that_of_the_verifiable_reward_whatever_the_total(weights):
     assert assess(["1000", "0000"], weights, Nothing())[0]["eval/pass@4"] == 1 / 2, "another reward that failed"
 
 
-def test_a_failed_response_leaves_the_others_with_their_own_prompts():
-    class Prompts(Length):
-        def __call__(self, samples):
-            self.prompts = [sample.prompt for sample in samples]
-            return [1.0 for _ in samples]
-
-    complete, partial = Prompts(), Prompts()
-    assess(["1111", "0000"], (), complete)
-    assess(["1-11", "0000"], (), partial)
-    assert len(set(complete.prompts)) == 2
-    assert partial.prompts == [*complete.prompts[:1], *complete.prompts[2:]]
-
-
 def test_without_a_verifiable_reward_there_is_no_pass_at_k(monkeypatch):
     monkeypatch.setattr(Digit, "verifiable", False)
     metrics, _ = assess(["1000"])

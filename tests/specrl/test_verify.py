@@ -91,14 +91,6 @@ def test_rows_that_are_absent_unknown_or_there_twice_are_failures(finished, caps
 
 
 @slow
-def test_a_row_without_a_response_is_counted(finished, capsys):
-    forge(finished, lambda rows: rows[5].__setitem__(4, ""))
-    code, out, _ = verify(finished, capsys)
-    assert (code, out.split(" reproduced")[0]) == (0, "7 of 7 rows")
-    assert "1 row without a response in the run." in out
-
-
-@slow
 def test_a_damaged_log_is_named(finished, capsys):
     path = finished / "texts" / "step_2.parquet"
     path.write_bytes(path.read_bytes()[:-40])
