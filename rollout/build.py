@@ -32,8 +32,6 @@ def build_engine(spec: EngineSpec, model: PreTrainedModel | None = None, scorer:
     Raises:
         RolloutError: an option has an illegal value, or what it names cannot be loaded.
     """
-    from specrl.rollout.engines.base import Limits
-
     config = spec.rollout
     check(config)
     sampling = _sampling(spec)
@@ -47,7 +45,6 @@ def build_engine(spec: EngineSpec, model: PreTrainedModel | None = None, scorer:
     from specrl.rollout.engines.local.engine import TransformersEngine
 
     policy = spec.load(spec.model) if model is None else model
-    limits = Limits.of(config)
     own_weights = model is None
     drafter = None
     if config.drafter:
@@ -56,13 +53,12 @@ def build_engine(spec: EngineSpec, model: PreTrainedModel | None = None, scorer:
         drafter = load_drafter(spec, policy)
     if config.acceptance == "judged":
         judged = _judged(config, sampling, policy, drafter)
-        return TransformersEngine(policy, sampling, judged.rule, judged, limits, own_weights)
-    return TransformersEngine(policy, sampling, *rule_and_drafting(config, sampling, drafter), limits, own_weights)
+        return TransformersEngine(policy, sampling, judged.rule, judged, config, own_weights)
+    return TransformersEngine(policy, sampling, *rule_and_drafting(config, sampling, drafter), config, own_weights)
 
 
 def build_policy(spec: EngineSpec, model: PreTrainedModel | None = None) -> TransformersEngine | VLLMEngine:
     """The engine of a RoutedRollout's policy. Args: see `build_engine`."""
-    from specrl.rollout.engines.base import Limits
     from specrl.rollout.lossy.text import ReadOrVerify
 
     sampling, texts = _sampling(spec), ReadOrVerify()
@@ -71,7 +67,7 @@ def build_policy(spec: EngineSpec, model: PreTrainedModel | None = None) -> Tran
     from specrl.rollout.engines.local.engine import TransformersEngine
 
     policy = spec.load(spec.model) if model is None else model
-    return TransformersEngine(policy, sampling, texts.rule, texts, Limits.of(spec.rollout), own_weights=model is None)
+    return TransformersEngine(policy, sampling, texts.rule, texts, spec.rollout, own_weights=model is None)
 
 
 def _routed_engine(spec: EngineSpec, model: PreTrainedModel | None, scorer: Scorer | None) -> Engine:
@@ -118,12 +114,11 @@ def _vllm_engine(spec: EngineSpec, sampling: SamplingParams, rule: AcceptanceRul
 def _judged(
     config: RolloutConfig, sampling: SamplingParams, policy: PreTrainedModel, drafter: PreTrainedModel | None
 ) -> Judged:
-    from specrl.rollout.engines.base import Limits
     from specrl.rollout.lossy.judge import build_judge
     from specrl.rollout.lossy.judged import DRAFT_TOKENS, Judged
 
     window = config.budget.window or DRAFT_TOKENS
-    return Judged(build_judge(config.judged, policy), sampling, drafter, window, Limits.of(config))
+    return Judged(build_judge(config.judged, policy), sampling, drafter, window, config)
 
 
 def rule_and_drafting(
@@ -141,9 +136,8 @@ def rule_and_drafting(
         return lenient(config.lenience), VerifyOldTextOnce()
     model = None
     if drafter is not None:
-        from specrl.rollout.engines.base import Limits
         from specrl.rollout.engines.local.head import drafter_of
 
-        model = drafter_of(drafter, sampling, Limits.of(config), config.drafter_vocab)
+        model = drafter_of(drafter, sampling, config, config.drafter_vocab)
     contexts = ContextTable() if "contexts" in config.sources else None
     return exact, Drafting(Budget(config.budget.window), contexts, model, "redraw" in config.sources)

@@ -1,9 +1,9 @@
 """Local engines for tests."""
 
+from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.contexts import ContextTable
 from specrl.rollout.drafting.drafting import Drafting
-from specrl.rollout.engines.base import Limits
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import drafter_of
 from specrl.rollout.lossy.judged import Judged
@@ -18,7 +18,7 @@ def local(
     model, sampling, *, lenience=None, window=0, contexts=False, drafter=None, ids=0, own_weights=False, **limits
 ):
     """A local engine; with a `lenience` one that follows SPEC-RL's rule."""
-    limits = Limits(**limits)
+    limits = RolloutConfig(**limits)
     if lenience is not None:
         return TransformersEngine(model, sampling, lenient(lenience), VerifyOldTextOnce(), limits, own_weights)
     drafter = None if drafter is None else drafter_of(drafter, sampling, limits, ids)
@@ -28,20 +28,20 @@ def local(
 
 def judged(model, sampling, judge, draft=None, window=16, own_weights=False, **limits):
     """A local engine whose verification a judge relaxes."""
-    drafting = Judged(judge, sampling, draft, window, Limits(**limits))
-    return TransformersEngine(model, sampling, drafting.rule, drafting, Limits(**limits), own_weights)
+    drafting = Judged(judge, sampling, draft, window, RolloutConfig(**limits))
+    return TransformersEngine(model, sampling, drafting.rule, drafting, RolloutConfig(**limits), own_weights)
 
 
 def reading(model, sampling, **limits):
     """A local engine as the policy of a RoutedRollout."""
     texts = ReadOrVerify()
-    return TransformersEngine(model, sampling, texts.rule, texts, Limits(**limits))
+    return TransformersEngine(model, sampling, texts.rule, texts, RolloutConfig(**limits))
 
 
 def routed(model, sampling, draft, router, step_end, **limits):
     """A RoutedRollout of two local engines."""
     policy = reading(model, sampling, **limits)
-    return RoutedRollout(policy, TransformersEngine(draft, sampling, limits=Limits(**limits)), router, step_end)
+    return RoutedRollout(policy, TransformersEngine(draft, sampling, limits=RolloutConfig(**limits)), router, step_end)
 
 
 class Spare:

@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.gpu import model as models
 from benchmarks.gpu.run import Step
 from benchmarks.gpu.timing import Context, wall
-from specrl.rollout.engines.base import Limits
+from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.local.engine import TransformersEngine
 
 
@@ -21,7 +21,7 @@ def steps(context: Context) -> Iterator[Step]:
     model = models.build(sizes.policy, context.device, torch.bfloat16)
     prompts = models.prompts(sizes)
     (rows, tokens), *more = sizes.generate_rows
-    engine = TransformersEngine(model, models.SAMPLING, limits=Limits(rows_per_batch=rows))
+    engine = TransformersEngine(model, models.SAMPLING, limits=RolloutConfig(rows_per_batch=rows))
     engine_run = partial(by_engine, engine, prompts[:rows])
     dynamic = partial(by_generate, model, prompts[:rows])
     yield Step(f"engine/{rows} rows", partial(timed, context, engine_run, rows, tokens))

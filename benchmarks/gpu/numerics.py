@@ -16,9 +16,10 @@ from benchmarks.gpu.compare import differences
 from benchmarks.gpu.run import Absent, Step
 from benchmarks.gpu.sizes import Shape
 from benchmarks.gpu.timing import Context
+from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.contexts import ContextTable
 from specrl.rollout.drafting.drafting import Drafting
-from specrl.rollout.engines.base import Limits, Probe
+from specrl.rollout.engines.base import Probe
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.types import Completion, RolloutError
 
@@ -67,7 +68,7 @@ class Numerics:
 
     def engine(self) -> TransformersEngine:
         drafting = Drafting(contexts=ContextTable())
-        limits = Limits(rows_per_batch=self.sizes.numeric_rows)
+        limits = RolloutConfig(rows_per_batch=self.sizes.numeric_rows)
         return TransformersEngine(self.model, models.SAMPLING, drafting=drafting, limits=limits)
 
     def texts(self, requests: list) -> list[list[int]]:

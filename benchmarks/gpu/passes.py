@@ -6,7 +6,6 @@ import itertools
 import random
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from functools import partial
 from unittest.mock import patch
 
@@ -20,7 +19,8 @@ from benchmarks.gpu.model import SAMPLING, build
 from benchmarks.gpu.run import Absent, Step
 from benchmarks.gpu.timing import Context, busy, ms
 from benchmarks.gpu.watch import Pass, Watched, Wrong, free_bytes, profiled
-from specrl.rollout.engines.base import Limits
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.sections import LocalConfig
 from specrl.rollout.types import Request
 
 MORE, BESIDE = 1.2, 4e9
@@ -48,10 +48,8 @@ def steps(context: Context) -> Iterator[Step]:
 
 
 def graphs_off(context: Context, model: nn.Module) -> Iterator[Step]:
-    """The same passes without CUDA graphs, where the engine has them."""
-    if "graphs" not in {field.name for field in fields(Limits)}:
-        return
-    bench = PassBench(context, model, graphs="off")
+    """The same passes without CUDA graphs."""
+    bench = PassBench(context, model, local=LocalConfig(graphs="off"))
     yield from bench.profiles("profile_graphs_off")
     rows, width = context.sizes.pass_rows[0], context.sizes.pass_widths[0]
     for tokens in context.sizes.pass_tokens[:2]:
@@ -66,7 +64,7 @@ class PassBench:
         most = max(sizes.pass_rows)
         self.watched, self.measured = Watched(), []
         limits |= {"rows_per_batch": most, "tokens_per_pass": most * max(sizes.pass_tokens)}
-        self.engine = local.TransformersEngine(model, SAMPLING, drafting=self.watched, limits=Limits(**limits))
+        self.engine = local.TransformersEngine(model, SAMPLING, drafting=self.watched, limits=RolloutConfig(**limits))
 
     def requests(self, rows: int, tokens: int, width: int, new: int) -> list[Request]:
         """Rows of one prompt whose passes carry `tokens` each for the first `new` of them; no draft is ever right."""

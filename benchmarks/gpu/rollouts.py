@@ -16,8 +16,8 @@ from benchmarks.gpu.compare import differences
 from benchmarks.gpu.run import Step
 from benchmarks.gpu.timing import Context, synchronize
 from benchmarks.gpu.watch import Watched, profiled
+from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.contexts import ContextTable
-from specrl.rollout.engines.base import Limits
 from specrl.rollout.types import Completion, EngineStats, Request
 
 MODES = ("off", "replay 0", "replay 1")
@@ -58,7 +58,7 @@ class Rollouts:
 
     def engine(self, rows: int) -> local.TransformersEngine:
         """A new one, whose budget has seen nothing."""
-        limits = Limits(rows_per_batch=rows, logits_mb=LOGITS_MB)
+        limits = RolloutConfig(rows_per_batch=rows, logits_mb=LOGITS_MB)
         drafting = Watched(contexts=ContextTable())
         return local.TransformersEngine(self.model, models.SAMPLING, drafting=drafting, limits=limits)
 
@@ -95,7 +95,9 @@ class Rollouts:
         began = time.perf_counter()
         done, stats = engine.generate(requests)
         seconds = time.perf_counter() - began
-        result = figures(done, stats, seconds) | {"limits": asdict(engine.limits)}
+        result = figures(done, stats, seconds) | {
+            "limits": {"rows_per_batch": engine.limits.rows_per_batch, "logits_mb": LOGITS_MB}
+        }
         result["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2) if cuda else None
         for rival in ("generate", "vllm"):
             seconds_a_token = self.context.figure(rival, rival, f"{rows} rows", "seconds_a_token")

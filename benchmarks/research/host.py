@@ -25,13 +25,13 @@ import numpy as np
 import torch
 
 from specrl.config import load as cli
+from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.contexts import ContextTable
 from specrl.rollout.drafting.draft import Draft
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.drafting.ngrams import NGrams
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from specrl.rollout.engines.base import Limits
 from specrl.rollout.engines.local.kv import KV
 from specrl.rollout.engines.local.model import InFlightPass
 from specrl.rollout.engines.local.reader import Reader
@@ -115,7 +115,7 @@ class Policy:
     """A model whose passes take no time, as far as drafting and a reader know it: on a GPU's static passes."""
 
     vocab, context = VOCAB, 1 << 20
-    layout, device, limits = StaticPass, "cpu", Limits(tokens_per_pass=1 << 20)
+    layout, device, limits = StaticPass, "cpu", RolloutConfig(tokens_per_pass=1 << 20)
     draws: list[int]
     """What the next pass will say, given the texts."""
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from specrl.rollout.checks import Option, options
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 
@@ -27,7 +27,7 @@ class SamplingParams:
     """Sampling params of drafts and plain decoding alike; they define the distribution that tokens are sampled from.
 
     Raises:
-        RolloutError: a value that the command line would refuse as rollout.temperature, top_k or top_p.
+        RolloutError: a value defines no distribution.
     """
 
     eos_ids: frozenset[int]
@@ -41,38 +41,12 @@ class SamplingParams:
         return float(self.temperature), self.top_k, float(self.top_p)
 
     def __post_init__(self):
-        for option in _sampling_options():
-            value = getattr(self, option.key)
-            if not option.fits(value):
-                raise RolloutError(option.refusal(value, f"{value!r:.60}"))
-            for problem in option.outside(value):
-                raise RolloutError(problem)
-        if self.top_p == 0:
-            raise RolloutError("top_p=0 keeps no token. Try top_p=1, which keeps all.")
-
-
-@cache
-def _sampling_options() -> list[Option]:
-    """The options of a run that are sampling params, with their types and limits."""
-    known = options(RolloutConfig)
-    return [known[name] for name in ("temperature", "top_k", "top_p")]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What bounds the memory of an engine and decides near-ties; see RolloutConfig."""
-
-    rows_per_batch: int = 256
-    tokens_per_pass: int = 4096
-    logits_mb: int = 256
-    tie_margin: float = 1e-4
-    kv_cache_mb: int = 0
-    graphs: str = "auto"
-
-    @classmethod
-    def of(cls, config: RolloutConfig) -> Limits:
-        options = {**vars(config), **vars(config.local)}
-        return cls(**{f.name: options[f.name] for f in fields(cls)})
+        whole = isinstance(self.top_k, Integral) and self.top_k >= 0
+        if not (whole and 0 <= self.temperature < math.inf and 0 < self.top_p <= 1):
+            raise RolloutError(
+                f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}: expected a temperature of at "
+                "least 0, a whole top_k of at least 0 (0 keeps all) and a top_p above 0, up to 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.draft import Draft, ask_all
 from specrl.rollout.drafting.drafting import Drafting, check_vocab
-from specrl.rollout.engines.base import Limits, SamplingParams
+from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.drafter import ModelDrafter
 from specrl.rollout.engines.local.model import PackedModel
 from specrl.rollout.engines.response import Response
@@ -83,7 +84,7 @@ class Judged(Drafting):
         sampling: SamplingParams,
         draft: PreTrainedModel | None = None,
         window: int = DRAFT_TOKENS,
-        limits: Limits | None = None,
+        limits: RolloutConfig | None = None,
     ):
         self._writer = None if draft is None else DraftWithLogprobs(draft, sampling, limits)
         super().__init__(model=self._writer)

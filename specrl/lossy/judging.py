@@ -20,7 +20,6 @@ from specrl.lossy.pair import Pair
 from specrl.reward.set import RewardSet
 from specrl.rollout.cache.memory import Fingerprint, load
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from specrl.rollout.engines.base import Limits
 from specrl.rollout.engines.local.probe import packed_model
 from specrl.rollout.keys import derive_key
 from specrl.rollout.lossy.judge import Judge, JudgeHead
@@ -79,7 +78,7 @@ def mismatches(pair: Pair, drafts: Sequence[Drafted], rewards: RewardSet, max_tr
         propose = until_first_mismatch([d.text for d in drafts])
     else:
         greedy = replace(pair.sampling, temperature=0.0)
-        propose = by_model(packed_model(pair.draft, greedy, Limits.of(rollout)), prompts)
+        propose = by_model(packed_model(pair.draft, greedy, rollout), prompts)
     miner = Miner(pair.policy, pair.sampling, rollout.max_new_tokens, rollout.tokens_per_pass)
 
     def reward(rows: Sequence[int], texts: Sequence[list[int]]) -> list[float | None]:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from specrl.lossy.fit import Labels
+from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from specrl.rollout.engines.base import Limits, SamplingParams
+from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.model import PackedModel
 from specrl.rollout.engines.local.reader import Reader
@@ -52,7 +53,7 @@ class Miner:
 
     def __init__(self, model: PreTrainedModel, sampling: SamplingParams, cap: int, tokens_per_pass: int):
         greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
-        self._engine = TransformersEngine(model, greedy, limits=Limits(tokens_per_pass=tokens_per_pass))
+        self._engine = TransformersEngine(model, greedy, limits=RolloutConfig(tokens_per_pass=tokens_per_pass))
         self._eos_ids = sampling.eos_ids
         self._cap = cap
 

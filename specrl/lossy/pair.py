@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specrl.config.schema import Config
 from specrl.rollout.drafting.drafting import check_vocab
-from specrl.rollout.engines.base import Limits, SamplingParams
+from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import load_drafter
 from specrl.rollout.lossy.judge import Judge
@@ -33,7 +33,7 @@ class Pair:
 
     def plain(self, model: PreTrainedModel) -> TransformersEngine:
         """An engine for one of the two models."""
-        return TransformersEngine(model, self.sampling, limits=Limits.of(self.config.rollout))
+        return TransformersEngine(model, self.sampling, limits=self.config.rollout)
 
     def routed(self, router: Router) -> RoutedRollout:
         """Steps of the draft model, or of the policy where the router says so."""
@@ -43,14 +43,14 @@ class Pair:
         separators, decode = options.step_separators, self.tokenizer.decode
         end = StepEnd(separators, decode, self.sampling.eos_ids, options.max_step_tokens, len(self.tokenizer))
         texts, draft = ReadOrVerify(), self.plain(self.draft)
-        limits = Limits.of(self.config.rollout)
+        limits = self.config.rollout
         policy = TransformersEngine(self.policy, self.sampling, texts.rule, texts, limits)
         check_vocab(draft.vocab, policy.vocab)
         return RoutedRollout(policy, draft, router, end)
 
     def judged(self, judge: Judge) -> TransformersEngine:
         """Verifies the draft model's tokens or, without one, the requests' drafts under a judge."""
-        limits = Limits.of(self.config.rollout)
+        limits = self.config.rollout
         judged = Judged(judge, self.sampling, self.draft, limits=limits)
         return TransformersEngine(self.policy, self.sampling, judged.rule, judged, limits)
 

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from transformers import PreTrainedModel
 
+from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.chain import Chain
 from specrl.rollout.drafting.frequent import Frequent
-from specrl.rollout.engines.base import Limits, SamplingParams
+from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.probe import packed_model
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.engines.local.sampler import TrimmedSampler, peculiar
@@ -45,7 +46,9 @@ class ModelDrafter:
     reader: Reader
     """Of the rows that `open` was given."""
 
-    def __init__(self, model: PreTrainedModel, sampling: SamplingParams, limits: Limits | None = None, ids: int = 0):
+    def __init__(
+        self, model: PreTrainedModel, sampling: SamplingParams, limits: RolloutConfig | None = None, ids: int = 0
+    ):
         self.packed = packed_model(model, sampling, limits, checked=not self.reads_states)
         self.model = model
         self.dropped = 0

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.draft import Draft
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import (
     DRAFTER,
     NO_WEIGHTS,
     Engine,
-    Limits,
     Probe,
     SamplingParams,
     gc_frozen,
@@ -78,7 +78,7 @@ class TransformersEngine:
         sampling: SamplingParams,
         rule: AcceptanceRule = exact,
         drafting: Drafting | None = None,
-        limits: Limits | None = None,
+        limits: RolloutConfig | None = None,
         own_weights: bool = False,
     ):
         if any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):

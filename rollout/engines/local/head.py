@@ -19,7 +19,7 @@ from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.chain import Chain
 from specrl.rollout.durable import read_json
-from specrl.rollout.engines.base import EngineSpec, Limits, SamplingParams
+from specrl.rollout.engines.base import EngineSpec, SamplingParams
 from specrl.rollout.engines.local.drafter import ModelDrafter
 from specrl.rollout.engines.local.model import Layout, base_model
 from specrl.rollout.engines.local.reader import Reader
@@ -185,7 +185,7 @@ class HeadDrafter(ModelDrafter):
 
     reads_states = True
 
-    def __init__(self, head: Head, sampling: SamplingParams, limits: Limits | None = None, ids: int = 0):
+    def __init__(self, head: Head, sampling: SamplingParams, limits: RolloutConfig | None = None, ids: int = 0):
         super().__init__(head, sampling, limits, ids)
         self.packed.kv_bytes += head.config.hidden_size * head.fc.weight.element_size()
 
@@ -204,7 +204,7 @@ class HeadDrafter(ModelDrafter):
 
 
 def drafter_of(
-    model: PreTrainedModel, sampling: SamplingParams, limits: Limits | None = None, ids: int = 0
+    model: PreTrainedModel, sampling: SamplingParams, limits: RolloutConfig | None = None, ids: int = 0
 ) -> ModelDrafter:
     """Drafts by a head, or by a model that reads the text itself. Args: see `ModelDrafter`."""
     if isinstance(model, Head):

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from specrl.rollout.engines.base import Limits, SamplingParams, evaluation
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import SamplingParams, evaluation
 from specrl.rollout.engines.local.kv import KV
 from specrl.rollout.engines.local.padded import PaddedPass
 from specrl.rollout.engines.local.sampler import Sampler
@@ -88,7 +89,7 @@ class PackedModel:
     overlaps = False
     """Passes run on the device while the host goes on."""
 
-    def __init__(self, model: PreTrainedModel, sampling: SamplingParams, limits: Limits | None = None):
+    def __init__(self, model: PreTrainedModel, sampling: SamplingParams, limits: RolloutConfig | None = None):
         if not hasattr(model, "base_model") or model.get_output_embeddings() is None:
             raise RolloutError(f"{type(model).__name__} is not a causal LM of transformers, which this engine needs")
         self.model = model
@@ -96,7 +97,7 @@ class PackedModel:
         self.lm_head: torch.nn.Linear = model.get_output_embeddings()
         self._original_head = self.lm_head
         self.vocab = self.lm_head.weight.shape[0]
-        self.limits = limits or Limits()
+        self.limits = limits or RolloutConfig()
         self.sampler = Sampler(self.lm_head, sampling, self.limits.logits_mb)
         self.context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
         self.limit = ""

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from specrl.rollout.engines.base import Limits, SamplingParams, evaluation, out_of_memory
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import SamplingParams, evaluation, out_of_memory
 from specrl.rollout.engines.local.kv import KV
 from specrl.rollout.engines.local.model import PackedModel
 from specrl.rollout.types import RolloutError
@@ -28,7 +29,7 @@ ROUNDED, ROUNDED_KEYS, ISOLATED = 0.15, 0.02, 0.01
 
 
 def packed_model(
-    model: PreTrainedModel, sampling: SamplingParams, limits: Limits | None = None, checked: bool = True
+    model: PreTrainedModel, sampling: SamplingParams, limits: RolloutConfig | None = None, checked: bool = True
 ) -> PackedModel:
     """The model with the passes that its device wants: static ones on CUDA in half precision, else padded rows.
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specrl.rollout.engines.base import Limits, SamplingParams
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local import varlen
 from specrl.rollout.engines.local.graphs import Graphs, cuda_graphs
 from specrl.rollout.engines.local.kv import KV
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 class StaticModel(PackedModel):
     """See `PackedModel`. A pass is one copy to the device, the computation there, and one copy back.
 
-    Args: graphs of the limits: `off` captures nothing.
+    Args: limits: with `local.graphs=off` nothing is captured.
 
     Attributes:
         record: captures a pass; None if passes are not captured.
@@ -34,12 +35,12 @@ class StaticModel(PackedModel):
     layout = varlen.StaticPass
     overlaps = True
 
-    def __init__(self, model: PreTrainedModel, sampling: SamplingParams, limits: Limits | None = None):
+    def __init__(self, model: PreTrainedModel, sampling: SamplingParams, limits: RolloutConfig | None = None):
         self._norms = rms_norms(model)
         super().__init__(model, sampling, limits)
         if self.sampler.rounds:
             log.warning("tokens are sampled from rounded logits, which flips about one in 300: %s", self.sampler.rounds)
-        captures = self.device.type == "cuda" and self.limits.graphs == "auto"
+        captures = self.device.type == "cuda" and self.limits.local.graphs == "auto"
         self.record = cuda_graphs() if captures else None
 
     def kv(self, slabs: int, capacity: int) -> KV:

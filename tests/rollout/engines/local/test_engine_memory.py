@@ -10,11 +10,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specrl.rollout.engines.base import Limits, SamplingParams
+from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local import memory as memory_plan
 from specrl.rollout.engines.local import probe
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.keys import derive_key
+from specrl.rollout.sections import LocalConfig
 from specrl.rollout.types import Request, RolloutError
 from tests.engines import local
 from tests.rollout.golden import (
@@ -169,7 +171,7 @@ def test_what_an_80_or_141_gb_card_holds(monkeypatch, card, tokens, rows):
     """Qwen3-1.7B in bfloat16: 112 KiB a token, 3.4 GB of weights, a prompt of 200 tokens, and 256 requested rows."""
     head = SimpleNamespace(weight=torch.empty(1, 2048, dtype=torch.bfloat16))
     modules = {"lm_head": head, "sampler": SimpleNamespace(bytes=5 << 30)}
-    model = SimpleNamespace(limits=Limits(), device=torch.device("cuda"), kv_bytes=112 << 10, **modules)
+    model = SimpleNamespace(limits=RolloutConfig(), device=torch.device("cuda"), kv_bytes=112 << 10, **modules)
     monkeypatch.setattr(memory_plan, "free_bytes", lambda device: int((card - 3.4) * 1e9))
     requests = [Request([1] * 200, 1, tokens)] * 512
     assert memory_plan.max_concurrent_rows(requests, [model], 256) == rows
@@ -178,7 +180,7 @@ def test_what_an_80_or_141_gb_card_holds(monkeypatch, card, tokens, rows):
 def test_kv_that_fits_no_row_is_one_readable_error(golden):
     model, _, _ = golden("qwen3")
     model = copy.deepcopy(model)
-    engine = local(model, NO_EOS, kv_cache_mb=1)
+    engine = local(model, NO_EOS, local=LocalConfig(kv_cache_mb=1))
     with pytest.raises(RolloutError, match=r"one row of 5004 tokens takes 1 MB, and there are 1 MB .*kv_cache_mb \(1;"):
         memory_plan.max_concurrent_rows([Request([5, 9, 30, 12], 1, 5000)], [engine.policy], 8)
 
