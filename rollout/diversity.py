@@ -36,14 +36,12 @@ def diversity_metrics(
     """`diversity/distinct_4`, `diversity/group_overlap` and `diversity/old_overlap` of a batch (docs/metrics.md).
 
     Args:
-        responses: token ids of each row; empty ones are left out.
+        responses: token ids of each row.
         old: the stored response of each row's sample, None without one.
     """
     groups: dict[str, list[np.ndarray]] = defaultdict(list)
     common, sizes = 0.0, 0.0
     for row, tokens, before in zip(rows, responses, old, strict=True):
-        if not len(tokens):
-            continue
         grams = ngrams(tokens)
         groups[row.example_id].append(grams)
         if before is not None:

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from specrl.rollout.cache.memory import differences
 from specrl.rollout.cache.record import pack, unpack
 from specrl.rollout.cache.snapshot import Fingerprint, read_file, read_keys, write_file
@@ -123,20 +121,12 @@ class Twin:
         self._fingerprint = fingerprint
         self.left_out = 0
         """Files that were left out."""
-        self._files: list[Path] = []
+        self._files: dict[int, Path] = {}  # by key
         self._texts: dict[int, Trajectory] = {}
-        self._damaged: set[Path] = set()
         self._differences: dict[str, None] = {}
-        keys: list[np.ndarray] = [np.array([], np.int64)]
         for path in (path for run in runs for path in sorted((run / TEXTS).glob("step_*.parquet"))):
-            if (part := self._open(path)) is not None:
-                keys.append(part)
-                self._files.append(path)
-        counts = [len(part) for part in keys[1:]]
-        every = np.concatenate(keys)
-        order = np.argsort(every, kind="stable")  # of equal keys the first file's come first
-        self._keys = every[order]
-        self._file_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)[order]
+            for key in self._keys(path):
+                self._files.setdefault(key, path)
 
     def check(self, run: Path) -> None:
         """Raises CacheError if `run` keeps no texts, or none that fit. Damaged ones cost time only."""
@@ -151,17 +141,17 @@ class Twin:
                 f"rollout.cache.start_from={run / 'trajectories'} drafts from its last responses."
             )
 
-    def _open(self, path: Path) -> np.ndarray | None:
-        """The keys of a file; None if it is left out."""
+    def _keys(self, path: Path) -> list[int]:
+        """The keys of a file; none if it is left out."""
         try:
             fingerprint, keys = read_keys(path)
         except (OSError, CacheError) as error:
             self._leave_out(path, error)
-            return None
+            return []
         if unlike := differences(self._fingerprint.identity, fingerprint.identity):
             self._differences |= dict.fromkeys(unlike)
             self._leave_out(path, "; ".join(unlike))
-            return None
+            return []
         return keys
 
     def _leave_out(self, path: Path, error: object) -> None:
@@ -170,7 +160,7 @@ class Twin:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there was no file at all."""
+        """Whether there is no text, and no file was left out."""
         return not self._files and not self.left_out
 
     def stats(self) -> dict[str, Metric]:
@@ -181,23 +171,15 @@ class Twin:
         """The responses with these keys, as far as there are any. Those that were asked for before are forgotten."""
         self._texts = {key: self._texts[key] for key in keys if key in self._texts}
         wanted = {key for key in keys if key not in self._texts}
-        for path in {path for key in wanted if (path := self._path_of(key))}:
+        for path in {self._files[key] for key in wanted if key in self._files}:
             self._read(path, wanted)
         return self._texts
 
-    def _path_of(self, key: int) -> Path | None:
-        at = int(np.searchsorted(self._keys, key))
-        if at == len(self._keys) or self._keys[at] != key:
-            return None
-        return self._files[self._file_of[at]]
-
     def _read(self, path: Path, wanted: set[int]) -> None:
-        if path in self._damaged:
-            return
         try:
             entries = read_file(path)[1]
         except (OSError, CacheError) as error:
-            self._damaged.add(path)
+            self._files = {key: file for key, file in self._files.items() if file != path}
             self._leave_out(path, error)
             return
         for text in (unpack(blob) for _, _, blob in entries):

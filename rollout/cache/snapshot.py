@@ -9,12 +9,12 @@ import contextlib
 import fcntl
 import json
 import stat
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -86,7 +86,7 @@ def digest_of(header: bytes, rows: Iterable[tuple[str, int, int, bytes]]) -> byt
     digest = blake2b(header, digest_size=16)
     for example_id, sample_index, key, blob in rows:
         name = example_id.encode()
-        digest.update(np.array([sample_index, key, len(name), len(blob)], "<i8").tobytes() + name + blob)
+        digest.update(struct.pack("<qqqq", sample_index, key, len(name), len(blob)) + name + blob)
     return digest.hexdigest().encode()
 
 
@@ -105,13 +105,13 @@ def _only_writer(directory: Path) -> Iterator[None]:
         yield
 
 
-def read_keys(path: Path) -> tuple[Fingerprint, np.ndarray]:
-    """The fingerprint of a file of this format and the noise keys [rows] int64, which are not verified.
+def read_keys(path: Path) -> tuple[Fingerprint, list[int]]:
+    """The fingerprint of a file of this format and the noise key of each row, which are not verified.
 
     Raises: as `read_file`.
     """
     with _opened(path) as (fingerprint, file):
-        return fingerprint, file.read(columns=["key"])["key"].to_numpy()
+        return fingerprint, file.read(columns=["key"])["key"].to_pylist()
 
 
 def read_file(path: Path) -> tuple[Fingerprint, list[Entry]]:
