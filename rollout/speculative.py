@@ -99,7 +99,7 @@ class SpeculativeRollout:
         planned = self._plan(rows, sample_indices, visits, domain)
         works_ahead = domain == "rollout" and self.runs_ahead
         if works_ahead:
-            self.stop_ahead()
+            self._stop_ahead()
         ahead_s = self._ahead_s if works_ahead else 0.0
         ahead = [self._ahead.get(p.key) for p in planned] if works_ahead else []
         if self.twin and domain == "rollout":
@@ -154,17 +154,12 @@ class SpeculativeRollout:
         if rows and self.runs_ahead:
             self._announced += self._plan(rows, sample_indices, visit, "rollout")
 
-    def stop_ahead(self) -> None:
-        """Stops work ahead within a pass, after which `text_ahead` has its texts; `generate` does so too."""
+    def _stop_ahead(self) -> None:
+        """Stops work ahead within a pass, and takes its texts."""
         if isinstance(self.engine, WorksAhead) and self.runs_ahead:
             texts, seconds = self.engine.stop()
             self._ahead |= {key: text.or_longer(self._ahead.get(key)) for key, text in texts.items()}
             self._ahead_s += seconds
-
-    def text_ahead(self, row: Row, *, visit: int, sample_index: int) -> AheadText | None:
-        """What was rolled out of an announced row when work ahead was last stopped."""
-        (planned,) = self._plan([row], [sample_index], [visit], "rollout")
-        return self._ahead.get(planned.key)
 
     def _begin(self) -> None:
         """Lets the engine continue the announced rows from their texts so far."""

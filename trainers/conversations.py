@@ -36,9 +36,6 @@ class Tools(Protocol):
     def answer(self, calls: Sequence[list[dict[str, Any]]]) -> list[Answer]:
         """Makes the calls of each response. Whatever a tool does, it has an answer."""
 
-    def foresee(self, calls: Sequence[dict[str, Any]]) -> Answer | None:
-        """The answer to the calls of a response that was rolled out ahead; None if nothing is known about it yet."""
-
     def take_metrics(self, conversations: int) -> dict[str, Metric]:
         """The metrics of the calls since the last time, in this many conversations."""
 

@@ -168,7 +168,7 @@ class Rollouts:
         self._fields |= {row["example_id"]: row for row in inputs}
         rows, sample_indices = self._rows(inputs, first)
         visits = self._per_row(rows, self._visits.next)
-        announce = self._announcement() if self._ahead else lambda turn: None
+        announce = self._announcement() if self._ahead else lambda: None
         turns = None
         if self._conversations:
             conversations, turns, metrics = self._conversations.generate(
@@ -179,7 +179,7 @@ class Rollouts:
             batch.completions = [conversation.whole() for conversation in conversations]
             responses: list[list] = [conversation.messages for conversation in conversations]
         else:
-            announce(0)
+            announce()
             batch = self.source.generate(rows, visit=visits, step=self.version, sample_indices=sample_indices)
             responses = [c.tokens for c in batch.completions]
         check_batch(batch, len(inputs), self.version)
@@ -194,14 +194,12 @@ class Rollouts:
         rows = [Row(row["example_id"], tuple(self._setup.render(row))) for row in inputs]
         return rows, [(first + i) % self._group_size for i in range(len(inputs))]
 
-    def _announcement(self) -> Callable[[int], None]:
-        """Announces the next batch to the source of responses in a turn of this one, as far as it is known by then."""
+    def _announcement(self) -> Callable[[], None]:
+        """Announces the next batch to the source of responses; of conversations, the first turns."""
         upcoming = self._upcoming()
         rows, sample_indices = self._rows(upcoming, self._accelerator.process_index * len(upcoming))
         visits = self._per_row(rows, self._visits.so_far)
-        if self._conversations:
-            return self._conversations.announcement(rows, sample_indices, visits)
-        return lambda turn: self.source.announce(rows, visit=visits, sample_indices=sample_indices)
+        return lambda: self.source.announce(rows, visit=visits, sample_indices=sample_indices)
 
     @staticmethod
     def _per_row(rows: Sequence[Row], visits: Callable[[list[str]], list[int]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Rolls out the conversations of a batch where the policy has tools, and announces those of the next batch."""
+"""Rolls out the conversations of a batch where the policy has tools."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from specrl.rollout.types import Completion, Row
 from specrl.trainers.conversations import Conversation, Tools, converse
 from specrl.trainers.scored import Generated, check_batch
 from specrl.trainers.turns import Turn, by_turn
-from specrl.trainers.turns_ahead import ConversationsAhead
 
 
 class ToolRollouts:
@@ -26,9 +25,6 @@ class ToolRollouts:
         self._tools = tools
         self._source = source
         self._max_turns = max_turns
-        self._max_tokens = source.config.max_new_tokens
-        self._ahead: ConversationsAhead | None = None
-        """Of the batch that was announced last."""
 
     def generate(
         self,
@@ -36,16 +32,16 @@ class ToolRollouts:
         sample_indices: Sequence[int],
         visits: Sequence[int],
         step: int,
-        announce: Callable[[int], None],
+        announce: Callable[[], None],
     ) -> tuple[list[Conversation], Generated, dict[str, Metric]]:
         """A conversation that begins with each row, what was generated for all of them, and the metrics.
 
-        Args: announce: announces the next batch in each turn, whose number it gets.
+        Args: announce: announces the first turns of the next batch, in each turn of this one.
         """
         turns: list[Turn] = []
 
         def respond(going: list[Conversation], rows: list[Row]) -> list[Completion]:
-            announce(len(turns))
+            announce()
             batch = self._source.generate(
                 rows,
                 visit=[conversation.visit for conversation in going],
@@ -56,27 +52,7 @@ class ToolRollouts:
             turns.append(Turn(rows, batch, step, training=True))
             return batch.completions
 
-        begun = _begun(rows, sample_indices, visits)
-        converse(begun, respond, self._tools, max_turns=self._max_turns, max_tokens=self._max_tokens)
+        columns = zip(rows, sample_indices, visits, strict=True)
+        begun = [Conversation(row.example_id, i, visit, len(row.prompt), [*row.prompt]) for row, i, visit in columns]
+        converse(begun, respond, self._tools, max_turns=self._max_turns, max_tokens=self._source.config.max_new_tokens)
         return begun, Generated.of_turns(turns), by_turn(turns) | self._tools.take_metrics(len(begun))
-
-    def announcement(
-        self, rows: Sequence[Row], sample_indices: Sequence[int], visits: Sequence[int]
-    ) -> Callable[[int], None]:
-        """Announces the conversations that begin with these rows, in each turn of the batch before them."""
-        before = self._ahead
-        coming = ConversationsAhead(
-            _begun(rows, sample_indices, visits),
-            self._tools,
-            self._source,
-            max_turns=self._max_turns,
-            max_tokens=self._max_tokens,
-        )
-        self._ahead = coming
-        return lambda turn: coming.announce_beside(before, turn)
-
-
-def _begun(rows: Sequence[Row], sample_indices: Sequence[int], visits: Sequence[int]) -> list[Conversation]:
-    """A conversation that begins with each row."""
-    columns = zip(rows, sample_indices, visits, strict=True)
-    return [Conversation(row.example_id, i, visit, len(row.prompt), [*row.prompt]) for row, i, visit in columns]

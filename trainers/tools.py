@@ -8,16 +8,13 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 from specrl.rollout.durable import read_json, write_durably
-from specrl.rollout.reduction import Metric, count, mean, seconds
+from specrl.rollout.reduction import Metric, mean, seconds
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +22,6 @@ MAX_CHARS = 64 * 2**20
 """Of all results that are kept."""
 LONGEST = 2**20
 """Characters of one result that is kept."""
-MOST_BEGUN = 64
-"""Calls that are begun ahead and have not been asked for."""
 
 
 @dataclass
@@ -35,49 +30,6 @@ class Result:
 
     text: str
     seconds: float
-
-
-class CallsAhead:
-    """Calls that drafts say will come, made one after the other in a thread beside the rollout."""
-
-    def __init__(self) -> None:
-        self._begun: dict[str, Future[tuple[Any, float]]] = {}
-        self._queue: SimpleQueue[tuple[Future[tuple[Any, float]], Callable[[], Any]]] = SimpleQueue()
-        self._thread: Thread | None = None
-
-    def begin(self, key: str, call: Callable[[], Any]) -> bool:
-        """Queues a call; returns whether it is new, and one of at most MOST_BEGUN."""
-        if key in self._begun or len(self._begun) >= MOST_BEGUN:
-            return False
-        if self._thread is None:
-            self._thread = Thread(target=self._work, name="specrl-calls-ahead", daemon=True)
-            self._thread.start()
-        self._begun[key] = Future()
-        self._queue.put((self._begun[key], call))
-        return True
-
-    def take(self, key: str) -> Future[tuple[Any, float]] | None:
-        """The call and its seconds, if it runs or has run; one that still waits will not run."""
-        call = self._begun.pop(key, None)
-        return None if call is None or call.cancel() else call
-
-    def ended(self) -> list[tuple[str, Future[tuple[Any, float]]]]:
-        """The calls that have ended since the last time."""
-        done = [(key, call) for key, call in self._begun.items() if call.done()]
-        for key, _ in done:
-            del self._begun[key]
-        return done
-
-    def _work(self) -> None:
-        while True:
-            future, call = self._queue.get()
-            if not future.set_running_or_notify_cancel():
-                continue
-            began = time.perf_counter()
-            try:
-                future.set_result((call(), time.perf_counter() - began))
-            except Exception as error:  # raised again where the result is asked for
-                future.set_exception(error)
 
 
 class ToolResults:
@@ -94,9 +46,6 @@ class ToolResults:
         self._results: OrderedDict[str, Result] = OrderedDict()
         self._chars = 0
         self._new: list[tuple[str, Result]] = []
-        self._ahead = CallsAhead()
-        self.begun = 0
-        """Calls that were begun ahead, since the last `take_metrics`."""
         self.calls = 0
         """Of deterministic tools, since the last `take_metrics`."""
         self.hits = 0
@@ -129,29 +78,10 @@ class ToolResults:
             key = _key(name, arguments)
             if (kept := self._find(key)) is not None:
                 return kept
-            if key is not None and (begun := self._ahead.take(key)):
-                return self._keep(key, *begun.result())
             began = time.perf_counter()
             return self._keep(key, tool(**arguments), time.perf_counter() - began)
 
         return call
-
-    def foresee(self, tool: Callable, arguments: dict[str, Any]) -> str | None:
-        """The result of a call that a draft makes, if it is kept; else None, and a synchronous call is begun.
-
-        Args: tool: declared deterministic, not wrapped.
-        """
-        for ended, future in self._ahead.ended():
-            if not future.exception():
-                self._keep(ended, *future.result())
-        key = _key(tool.__name__, arguments)
-        if key is None:
-            return None
-        if kept := self._results.get(key):
-            return kept.text
-        if not inspect.iscoroutinefunction(tool):
-            self.begun += self._ahead.begin(key, lambda: tool(**arguments))
-        return None
 
     def _find(self, key: str | None) -> str | None:
         self.calls += 1
@@ -192,12 +122,10 @@ class ToolResults:
 
     def take_metrics(self) -> dict[str, Metric]:
         """The metrics of the calls since the last time; none where there were none."""
-        if not (self.calls or self.begun):
+        if not self.calls:
             return {}
         metrics = {"tools/kept_ratio": mean(self.hits, self.calls), "tools/saved_s": seconds(self.saved_s)}
-        if self.begun:
-            metrics["tools/begun"] = count(self.begun)
-        self.calls = self.hits = self.begun = 0
+        self.calls = self.hits = 0
         self.saved_s = 0.0
         return metrics
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import wraps
 from importlib.util import find_spec
-from threading import Lock, Thread
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from specrl.config.options import ConfigError
@@ -20,7 +20,7 @@ from specrl.rollout.types import Completion, EngineStats, Request, Row
 from specrl.run.prompts import render, variables
 from specrl.run.tools import load_tools
 from specrl.trainers.conversations import Answer, Conversation, converse
-from specrl.trainers.tools import ToolResults, is_deterministic
+from specrl.trainers.tools import ToolResults
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,10 +64,7 @@ class Toolbox:
         self._options = options
         functions, schemas = load_tools(tuple(options.tools))
         self._schemas: list[dict | Callable] = [*schemas]
-        bounded = {f.__name__: self._bounded(f) for f in functions}
-        self._tools = {name: self.results.wrap(tool) for name, tool in bounded.items()}
-        self._deterministic = {name: tool for name, tool in bounded.items() if is_deterministic(tool)}
-        self._one_at_a_time = Lock()
+        self._tools = {f.__name__: self.results.wrap(self._bounded(f)) for f in functions}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls = 0
         self._failures = 0
@@ -100,18 +97,6 @@ class Toolbox:
         answers = [self._answer(part, [next(texts) for _ in part]) for part in calls]
         self._spent_s += time.perf_counter() - began
         return answers
-
-    def foresee(self, calls: Sequence[dict[str, Any]]) -> Answer | None:
-        """The answer to the calls of a response that was rolled out ahead, if tools are deterministic and it is known.
-
-        Else None. A synchronous call without a kept result is begun, while the policy still writes.
-        """
-        texts = []
-        for function in (call["function"] for call in calls):
-            tool = self._deterministic.get(function["name"])
-            text = self.results.foresee(tool, function["arguments"]) if tool else None
-            texts += [] if text is None else [_shortened(text)]
-        return self._answer(calls, texts) if len(texts) == len(calls) else None
 
     def _answer(self, calls: Sequence[dict[str, Any]], texts: Sequence[str]) -> Answer:
         names = [call["function"]["name"] for call in calls]
@@ -232,9 +217,8 @@ class Toolbox:
                 except BaseException as error:  # this thread is the tool's
                     done.set_exception(_failure(error))
 
-            with self._one_at_a_time:  # calls that were begun ahead run in another thread
-                Thread(target=work, name=f"tool-{tool.__name__}", daemon=True).start()
-                return done.result(limit)
+            Thread(target=work, name=f"tool-{tool.__name__}", daemon=True).start()
+            return done.result(limit)
 
         return call
 

@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 import specrl.run.run
 from specrl.results.records import read_records
 from specrl.rollout.build import build_engine
-from specrl.run.toolbox import Toolbox
 from specrl.trainers.checkpoint import RESULTS
 from specrl.trainers.conversations import Conversation
 from tests.engines import Spare
@@ -168,41 +167,14 @@ def ahead(folder: Path, passes: int = 1 << 30) -> Recording:
         return train(folder)
 
 
-def of_later_turns(record: Recording) -> int:
-    """Requests ahead that continue a conversation."""
-    prompts = {len(row.prompt) for row in record.trainer.rollouts.train_batch.rows}
-    return sum(len(r.prompt) > max(prompts) for batch in record.trainer.rollouts.engine.began for r in batch)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("passes", [5, 1 << 30])
-def test_later_turns_are_rolled_out_ahead_and_change_nothing(drafted, tmp_path, passes):
+def test_first_turns_are_rolled_out_ahead_and_change_nothing(drafted, tmp_path, passes):
     got = ahead(tmp_path, passes)
     assert differences(drafted, got) == []
-    assert of_later_turns(got) > 0
+    assert all(float(step.metrics["spec/ahead_mb"]) > 0 for step in got.steps[1:])
     if passes > 99:
-        assert all(float(step.metrics["spec/ahead_done_ratio"]) > 0.5 for step in got.steps[1:])
-        assert sum(float(step.metrics.get("tools/begun", 0)) for step in got.steps) > 0
-
-
-@pytest.mark.slow
-def test_nothing_is_rolled_out_beyond_a_tool_that_is_not_deterministic(tmp_path, monkeypatch):
-    monkeypatch.setattr(tell, "deterministic", False)
-    assert of_later_turns(ahead(tmp_path)) == 0
-
-
-@pytest.mark.slow
-def test_control_a_wrong_guess_of_what_a_tool_answers_costs_drafts_only(drafted, tmp_path, monkeypatch):
-    foresee = Toolbox.foresee
-
-    def wrong(self, calls):
-        guess = foresee(self, calls)
-        return guess and guess._replace(tokens=guess.tokens[::-1])
-
-    monkeypatch.setattr(Toolbox, "foresee", wrong)
-    got = ahead(tmp_path)
-    assert of_later_turns(got) > 0
-    assert differences(drafted, got) == []
+        assert all(float(step.metrics["spec/ahead_done_ratio"]) > 0.3 for step in got.steps[1:]), "of all turns' rows"
 
 
 # What is trained on -------------------------------------------------------------------------------------------------

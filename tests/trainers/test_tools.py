@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 from transformers.utils import get_json_schema
 
 from specrl.rollout.config import RolloutConfig
-from specrl.trainers.tools import LONGEST, MOST_BEGUN, ToolResults
+from specrl.trainers.tools import LONGEST, ToolResults
 from tests.trainers.grpo import scripts
 from tests.trainers.grpo.scripts import assert_equal, make_conversations, train
 
@@ -105,59 +103,6 @@ def test_async_tools_too():
     kept = ToolResults().wrap(wait)
     assert [asyncio.run(kept(number=n)) for n in (1, 1, 2)] == ["1", "1", "2"]
     assert calls == [1, 2]
-
-
-def test_a_call_that_a_draft_makes_is_begun_once_and_its_result_is_the_calls(counted):
-    tool, calls = counted
-    results = ToolResults()
-    kept = results.wrap(tool)
-    assert results.foresee(tool, {"number": 3}) is None
-    assert results.foresee(tool, {"number": 4}) is None
-    assert [kept(number=3), kept(number=4)] == ["6", "8"]
-    assert calls.count(3) == calls.count(4) == 1, "begun ahead, or asked for before it was"
-    assert results.foresee(tool, {"number": 4}) == "8"
-    assert results.foresee(tool, {"number": object()}) is None
-    assert float(results.take_metrics()["tools/begun"]) >= 2
-
-
-def test_a_call_ahead_that_has_ended_is_known_without_being_asked_for(counted):
-    tool, calls = counted
-    results = ToolResults()
-    results.foresee(tool, {"number": 3})
-    while (known := results.foresee(tool, {"number": 3})) is None:
-        time.sleep(0.01)
-    assert known == "6"
-    assert results.wrap(tool)(number=3) == "6"
-    assert calls == [3]
-
-
-def test_a_call_ahead_that_raises_raises_where_it_is_made(counted):
-    tool, calls = counted
-    results = ToolResults()
-    kept = results.wrap(tool)
-    for _ in range(2):
-        assert results.foresee(tool, {"number": -1}) is None
-        with pytest.raises(ValueError, match="negative"):
-            kept(number=-1)
-    assert set(calls) == {-1}
-
-
-def test_calls_ahead_are_bounded():
-    ready, begun = threading.Event(), []
-
-    @declared
-    def wait(number: int) -> str:
-        begun.append(number)
-        ready.wait(30)
-        return str(number)
-
-    results = ToolResults()
-    for number in range(MOST_BEGUN + 5):
-        results.foresee(wait, {"number": number})
-    assert results.begun == MOST_BEGUN
-    assert len(begun) <= 1, "one after the other"
-    ready.set()
-    assert [results.wrap(wait)(number=n) for n in (MOST_BEGUN + 4, 0)] == [str(MOST_BEGUN + 4), "0"]
 
 
 def test_results_survive_in_a_file_and_a_damaged_one_costs_time_only(counted, tmp_path, caplog):

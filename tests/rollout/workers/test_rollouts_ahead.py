@@ -153,16 +153,19 @@ def test_a_coming_batch_continues_what_there_is_of_it(drifting):
 
 def test_texts_ahead_that_are_stopped_soon_after_a_restart_do_not_shrink(drifting):
     """A worker that begins again has verified only the first tokens of the text that it follows when it is stopped."""
-    engine = Spare(local(drifting()[0], SAMPLING, own_weights=True, window=1), passes=12)
-    rollout = SpeculativeRollout(engine, TrajectoryCache(Fingerprint()), RolloutConfig(max_new_tokens=40), 3)
-    lengths = []
-    for name in "abc":
-        rollout.announce(rows_of(1), visit=[0] * 9, sample_indices=[i % GROUP for i in range(9)])
-        rollout.generate([Row(name, (5, 6))], visit=0, step=0)
-        rollout.stop_ahead()
-        texts = [rollout.text_ahead(row, visit=0, sample_index=i % GROUP) for i, row in enumerate(rows_of(1))]
-        lengths.append([len(text.tokens) for text in texts])
-        engine.passes = 2
+    sample_indices = [i % GROUP for i in range(9)]
+
+    def ahead(calls):
+        engine = Spare(local(drifting()[0], SAMPLING, own_weights=True, window=1), passes=12)
+        rollout = SpeculativeRollout(engine, TrajectoryCache(Fingerprint()), RolloutConfig(max_new_tokens=40), 3)
+        for name in "abc"[:calls]:
+            rollout.announce(rows_of(1), visit=[0] * 9, sample_indices=sample_indices)
+            rollout.generate([Row(name, (5, 6))], visit=0, step=0)
+            engine.passes = 2
+        batch = rollout.generate(rows_of(1), visit=0, step=0, sample_indices=sample_indices)
+        return [len(text.tokens) for text in batch.ahead]
+
+    lengths = [ahead(calls) for calls in (1, 2, 3)]
     assert max(lengths[0]) > 5
     assert all(now >= before for first, then in pairwise(lengths) for before, now in zip(first, then, strict=True))
 

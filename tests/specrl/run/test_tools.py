@@ -23,26 +23,6 @@ from specrl.run.tools import calculate, load_tools
 HERE = "tests.specrl.run.test_tools"
 
 
-running = 0
-
-
-def alone(expression: str) -> int:
-    """How many calls of it there are at the moment.
-
-    Args:
-        expression: any.
-    """
-    global running
-    running += 1
-    time.sleep(0.02)
-    most = running
-    running -= 1
-    return most
-
-
-alone.deterministic = True
-
-
 def fail(expression: str) -> str:
     """Raises.
 
@@ -273,29 +253,6 @@ def test_results_of_deterministic_tools_are_kept():
         assert ask(box, call("calculate", expression="2 + 3"), call("calculate", expression="2 * 3")) == ["5", "6"]
     assert len(box.results) == 2
     assert counted(box)["tools/kept_ratio"] == 0.5
-
-
-def test_answers_are_foreseen_for_deterministic_tools_only():
-    box = toolbox("specrl.run.tools:calculate", "fail", "later")
-    made = call("calculate", expression="2 + 3")
-    while (foreseen := box.foresee([made])) is None:
-        time.sleep(0.01)
-    assert box.answer([[made]]) == [foreseen]
-    assert box.foresee([made, call("fail", expression="x")]) is None
-    assert box.foresee([call("later", expression="x")]) is None
-    assert box.foresee([call("nothing", expression="x")]) is None
-    assert box.foresee([{"function": {"name": "calculate", "arguments": "x"}}]) is None
-    metrics = counted(box)
-    assert metrics["tools/call_frequency"] == 0.5, "a foreseen answer is no call"
-    assert metrics["tools/kept_ratio"] == 1
-    assert metrics["tools/begun"] == 2
-
-
-def test_tools_run_one_after_the_other_also_when_begun_ahead():
-    box = toolbox(f"{HERE}:alone")
-    for number in range(4):
-        box.foresee([call("alone", expression=str(number))])
-    assert ask(box, *(call("alone", expression=str(number)) for number in range(8))) == ["1"] * 8
 
 
 @pytest.mark.parametrize(
