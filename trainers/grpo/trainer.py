@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from peft import PeftConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from specrl.trainers.grpo.reference import ReferenceLogProbs
 
 BY_ROWS = ("grpo", "dr_grpo")
 """TRL's losses that average over rows."""
@@ -175,9 +172,11 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         return self.rollouts.train_batch.rewards
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, *args: Any, **kwargs: Any):
-        if not torch.is_grad_enabled():  # TRL's only remaining pass without gradients is the reference policy's
-            return self._reference_logps(model, input_ids, attention_mask, *args), None, None
+        began = time.perf_counter()
         result = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, *args, **kwargs)
+        if not torch.is_grad_enabled():  # TRL's only remaining pass without gradients is the reference policy's
+            self.note({"timing_s/ref_log_prob": seconds(time.perf_counter() - began)})
+            return result
         self._logps = result[0].detach()
         if self._by_response and "old_per_token_logps" in self._inputs:  # TRL reads it next
             self._inputs["old_per_token_logps"] = self._old_of_response(self._inputs)
@@ -238,38 +237,16 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         out["num_items_in_batch"], out["rows_per_scored_row"] = tokens, rows / known.clamp(min=1)
 
     @torch.no_grad()
-    def _one_pass(self, model, ids: torch.Tensor, mask: torch.Tensor, keep: int) -> torch.Tensor:
-        """Log-probs [B, keep] of a model, without gradients."""
-        rows = self.args.per_device_train_batch_size
-        return super()._get_per_token_logps_and_entropies(model, ids, mask, keep, rows)[0]
-
     def _trainer_logps(self, out: dict[str, Any]) -> torch.Tensor:
         """The policy's log-probs [B, T] of the responses, which the update also uses as pi_old."""
         if "old_per_token_logps" not in out:
             began = time.perf_counter()
             ids, mask = (torch.cat([out[f"prompt_{n}"], out[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
-            out["old_per_token_logps"] = self._one_pass(self.model, ids, mask, out["completion_ids"].shape[1])
+            keep, rows = out["completion_ids"].shape[1], self.args.per_device_train_batch_size
+            passed = super()._get_per_token_logps_and_entropies(self.model, ids, mask, keep, rows)
+            out["old_per_token_logps"] = passed[0]
             self.note({"timing_s/old_log_prob": seconds(time.perf_counter() - began)})
         return out["old_per_token_logps"]
-
-    @cached_property
-    def _reference(self) -> ReferenceLogProbs:
-        from specrl.trainers.grpo.reference import ReferenceLogProbs
-
-        return ReferenceLogProbs(alone=self.rollouts.exact_bits)
-
-    def _reference_logps(self, model, ids: torch.Tensor, mask: torch.Tensor, keep: int, *_: Any) -> torch.Tensor:
-        """Reference log-probs [B, keep]. Several processes cache none, as sharded models need equal passes."""
-        began = time.perf_counter()
-        compute = partial(self._one_pass, model)
-        reused = 0
-        if self.accelerator.num_processes > 1:
-            logps = compute(ids, mask, keep)
-        else:
-            logps, reused = self._reference(ids, mask, keep, compute)
-        spent_s = time.perf_counter() - began
-        self.note({"timing_s/ref_log_prob": seconds(spent_s), "reference/reused_ratio": mean(reused, len(ids))})
-        return logps
 
 
 def _loss_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
