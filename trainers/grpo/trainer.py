@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-BY_ROWS = ("grpo", "dr_grpo")
-"""TRL's losses that average over rows."""
 NEEDED = (
     "_generate_and_score_completions",
     "_get_train_sampler",
@@ -80,7 +78,6 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         check_trl(GRPOTrainer, NEEDED)
         self._options = setup.trainer
         self._logps: torch.Tensor | None = None
-        self._inputs: dict[str, Any] = {}
         super().__init__(
             model,
             reward_funcs=self._total_reward,
@@ -91,8 +88,6 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             rollout_func=self._rollout,
         )
         self.remove_callback(PrinterCallback)  # the run's monitor prints instead
-        self._by_response = self.importance_sampling_level == "sequence"
-        self.importance_sampling_level = "token"  # `_old_of_response` makes the ratio that of the response
 
         def policy() -> PreTrainedModel:
             return self.accelerator.unwrap_model(self.model)
@@ -178,15 +173,10 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             self.note({"timing_s/ref_log_prob": seconds(time.perf_counter() - began)})
             return result
         self._logps = result[0].detach()
-        if self._by_response and "old_per_token_logps" in self._inputs:  # TRL reads it next
-            self._inputs["old_per_token_logps"] = self._old_of_response(self._inputs)
         return result
 
     def _compute_loss(self, model, inputs: dict[str, Any]) -> torch.Tensor:
-        self._inputs = dict(inputs)
-        loss = super()._compute_loss(model, self._inputs)
-        if self.loss_type in BY_ROWS:
-            loss = loss * inputs["rows_per_scored_row"]
+        loss = super()._compute_loss(model, inputs)
         if self.num_iterations > 1 and self.rollouts.batch_is_current:
             inputs.setdefault("old_per_token_logps", self._logps)  # for the ratios of later updates
         if self.model.training and self.rollouts.batch_is_current:
@@ -205,7 +195,8 @@ class GRPOTrainerWithReuse(GRPOTrainer):
 
     def _with_behaviour(self, out: dict[str, Any]) -> dict[str, Any]:
         """Masks rows without a reward. Adds the engine's log-probs as pi_old, and importance weights, where needed."""
-        self._leave_out_unscored(out)
+        scored = [reward is not None for reward in self.rollouts.train_batch.rewards]
+        out["completion_mask"] *= torch.tensor(scored, device=out["completion_mask"].device)[:, None]
         logprobs = out["sampling_per_token_logps"]
         if self.rollouts.old_from_engine:
             out["old_per_token_logps"] = logprobs
@@ -213,28 +204,6 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         if ratios is not None:
             out["advantages"] = out["advantages"][:, None] * ratios
         return out
-
-    def _old_of_response(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """Old log-probs [B, T] for GSPO-token (arXiv 2507.18071, sec. 4.3).
-
-        Each token's ratio gets the value of the response's ratio, the geometric mean, and the gradient of the
-        token's log-prob. Loss and gradient equal GSPO's if a response has one advantage. With TRL's single ratio per
-        response, the gradient of the KL penalty would differ.
-        """
-        mask = _loss_mask(inputs)
-        mean = ((self._logps - inputs["old_per_token_logps"]) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-        return self._logps - mean[:, None]
-
-    def _leave_out_unscored(self, out: dict[str, Any]) -> None:
-        """Excludes rows without a reward from the loss, its KL penalty and its denominator: the token count, which TRL
-        takes before this, is replaced, and the losses BY_ROWS, which divide by all rows, get a factor."""
-        mask = out["completion_mask"]
-        scored = torch.tensor([reward is not None for reward in self.rollouts.train_batch.rewards], device=mask.device)
-        out["completion_mask"] = mask * scored[:, None]
-        mask = _loss_mask(out)
-        share = torch.stack([mask.sum(), scored.sum(), torch.tensor(len(scored), device=mask.device)])
-        tokens, known, rows = self.accelerator.gather(share).view(-1, 3).sum(0)
-        out["num_items_in_batch"], out["rows_per_scored_row"] = tokens, rows / known.clamp(min=1)
 
     @torch.no_grad()
     def _trainer_logps(self, out: dict[str, Any]) -> torch.Tensor:
