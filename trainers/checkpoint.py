@@ -38,7 +38,6 @@ MARKER = "specrl.json"
 TRAJECTORIES = "trajectories"
 EVALUATIONS = "evaluations"
 DRAFTER = "drafter"
-RESULTS = "tools.json"
 TRANSIENT_SUFFIXES = (".lock", ".tmp")  # files of the trajectory writer that hold no data
 THREADS = 4  # files are hashed in parallel; one core hashes about 1 GB/s
 logger = logging.getLogger(__name__)
@@ -122,8 +121,6 @@ class Checkpoint:
         rollouts.restore(self.marker()["rollouts"])
         if rollouts.drafter_trainer:
             rollouts.drafter_trainer.load(self.path / DRAFTER)
-        if rollouts.tool_results is not None:
-            rollouts.tool_results.load(self.path / RESULTS)
 
 
 def checkpoints(directory: Path) -> list[Checkpoint]:
@@ -238,8 +235,6 @@ class CompleteCheckpoint(TrainerCallback):
         with writing(checkpoint.path):
             if self._rollouts.drafter_trainer:
                 self._rollouts.drafter_trainer.save(checkpoint.path / DRAFTER)
-            if self._rollouts.tool_results is not None:
-                self._rollouts.tool_results.save(checkpoint.path / RESULTS)
             checkpoint.complete({"rollouts": self._rollouts.state(), "data": self._data})
         prune(checkpoint, self._keep)
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 from specrl.rollout.keys import Visits, occurrences, turn_id
 from specrl.rollout.reduction import Metric
 from specrl.rollout.types import Completion, RolloutError, Row
-from specrl.trainers.tools import ToolResults
 
 Gather = Callable[[list], list]
 """Turns a list of this process into that of all processes, in the order of the processes; collective."""
@@ -27,8 +26,6 @@ class Answer(NamedTuple):
 
 class Tools(Protocol):
     """The tools of a run, and the chat template around them."""
-
-    results: ToolResults
 
     def message(self, prompt: Sequence[int], response: Sequence[int]) -> dict[str, Any]:
         """The response to a prompt as a chat message; its `tool_calls` are the calls."""

@@ -22,7 +22,6 @@ from specrl.trainers.keeping import diversity
 from specrl.trainers.scored import Scored, check_batch
 from specrl.trainers.setup import Setup
 from specrl.trainers.tool_rollouts import ToolRollouts
-from specrl.trainers.tools import ToolResults
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerState
@@ -214,8 +213,6 @@ class Rollouts:
         rows, batch, rewards = sampled.generated
         spread = diversity(sampled.generated, self.source.cache) if self._control.due else {}
         self._setup.keeping.keep(sampled.generated, self.source, self.version)
-        if (results := self.tool_results) is not None:
-            results.merge(result for part in gather_object([results.take_new()]) for result in part)
         # a process that does not use a source still counts towards that source's share of all tokens
         for name in gather_object(list(batch.stats.sources)):
             batch.stats.sources.setdefault(name, (0, 0))
@@ -234,11 +231,6 @@ class Rollouts:
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to keep its control steps and its keys unchanged, as JSON types."""
         return {"rollouts": self._control.rollouts, "visits": self._visits.state()}
-
-    @property
-    def tool_results(self) -> ToolResults | None:
-        """Kept results of the run's tools; None without tools."""
-        return self._setup.tools.results if self._setup.tools else None
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resumes from the `state` of a checkpoint."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import shutil
 import tempfile
 from functools import cache
@@ -17,7 +16,6 @@ from transformers import AutoTokenizer
 import specrl.run.run
 from specrl.results.records import read_records
 from specrl.rollout.build import build_engine
-from specrl.trainers.checkpoint import RESULTS
 from specrl.trainers.conversations import Conversation
 from tests.engines import Spare
 from tests.runs import Recording, build_policy, differences, run
@@ -132,13 +130,9 @@ def test_evaluations_and_previews_have_conversations(drafted, capsys):
 
 @pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_run(drafted, tmp_path):
-    calls = json.loads((drafted.folder / "checkpoints" / "checkpoint-2" / RESULTS).read_text())
-    assert {key.partition(",")[0] for key, _, _ in calls} == {'["tell"'}
     first = train(tmp_path, trainer__max_steps=2, trainer__save_every=2)
-    found = {}
-    rest = train(tmp_path, lambda trainer: found.update(kept=len(trainer.rollouts.tool_results)), resume="auto")
+    rest = train(tmp_path, resume="auto")
     assert differences(drafted, first + rest) == []
-    assert found["kept"] == len(calls)
 
 
 @pytest.mark.slow

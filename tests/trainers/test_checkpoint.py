@@ -91,7 +91,7 @@ def save(cache, folder, step, keep=2, on_write_error="warn", main=True):
     state = SimpleNamespace(global_step=step, is_world_process_zero=main)
     config = RolloutConfig(cache=CacheConfig(on_write_error=on_write_error))
     source = SpeculativeRollout(None, cache, config, seed=0)
-    rollouts = SimpleNamespace(source=source, state=lambda: {"rollouts": step}, drafter_trainer=None, tool_results=None)
+    rollouts = SimpleNamespace(source=source, state=lambda: {"rollouts": step}, drafter_trainer=None)
     callback = CompleteCheckpoint(rollouts, keep, {"train": "9f"})
     callback.on_save(args, state, None)
     return callback
@@ -139,7 +139,7 @@ def test_the_marker_lists_every_file_and_the_cache_is_in_the_cut(tmp_path):
     digest = blake2b(bytes(range(100)), digest_size=16).hexdigest()
     assert mark["files"]["model.safetensors"] == [100, digest]
     restored = []
-    rollouts = SimpleNamespace(restore=restored.append, drafter_trainer=None, tool_results=None)
+    rollouts = SimpleNamespace(restore=restored.append, drafter_trainer=None)
     Checkpoint(tmp_path / "checkpoint-4").restore(rollouts)
     assert restored == [{"rollouts": 4}]
     assert Checkpoint(tmp_path / "checkpoint-4").marker()["data"] == {"train": "9f"}

@@ -12,7 +12,6 @@ from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, EngineStats, Row
 from specrl.trainers.conversations import Answer, Conversation, converse
 from specrl.trainers.scored import Generated, Scored
-from specrl.trainers.tools import ToolResults
 from specrl.trainers.turns import Turn
 
 CALL, PLAIN, ANSWER = 7, 8, 5
@@ -21,9 +20,6 @@ CALL, PLAIN, ANSWER = 7, 8, 5
 
 class Echo:
     """Tools that answer with what the call said."""
-
-    def __init__(self):
-        self.results = ToolResults()
 
     def message(self, prompt, response):
         calls = [{"said": response[-2], "after": prompt[0]}] if response[-1:] == [CALL] else []

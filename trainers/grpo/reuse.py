@@ -33,8 +33,6 @@ from specrl.trainers.weights import check_shared
 
 STATE = "specrl"
 """Key of the counts that a resumed run needs in the trainer's state."""
-RESULTS = "tools.json"
-"""File of a checkpoint with the results of deterministic tools."""
 
 
 class Reuse:
@@ -139,7 +137,6 @@ class Reuse:
                     cache.merge(entries)
                 if self._log is not None and training:
                     self._log.add(self._batches, entries)
-        self.results.merge(result for part in gather_object([self.results.take_new()]) for result in part)
         metrics = turn_metrics(self.turns) | self._kept() | self.results.take_metrics()
         if training:
             self._batches += 1
@@ -226,7 +223,6 @@ class Reuse:
         self._visits |= {name: Visits(counts) for name, counts in state.get("visits", {}).items()}
         self._batches = state.get("batches", 0)
         home = _home(trainer.args, trainer.state)
-        self.results.load(home / RESULTS)
         rollout = self.rollout
         if rollout.cache is not None:
             rollout.cache = self._loaded(home)
@@ -256,7 +252,6 @@ class SaveTrajectories(TrainerCallback):
         elsewhere = not home.parent.is_dir()  # a hyperparameter search saves to other directories
         if rollout is not None and rollout.cache is not None and state.is_world_process_zero and not elsewhere:
             rollout.save(home, home / EVALUATIONS, state.global_step)
-            self._reuse.results.save(home / RESULTS)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control, **kwargs) -> None:
         self._reuse.evaluated()
