@@ -18,7 +18,6 @@ class DrafterConfig:
     share: float = doc(0.03, "share of each rollout's tokens to train on, prompts included", high=1)
     updates: int = doc(4, "maximum gradient steps per round", low=1)
     tokens_per_update: int = doc(1024, "maximum tokens per gradient step, prompts included", low=1)
-    patience: int = doc(20, "end co-training that took more time than it saved in this many rollouts; 0 is never")
 
 
 @dataclass

@@ -26,7 +26,6 @@ from specrl.trainers.tool_rollouts import ToolRollouts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerState
 
-    from specrl.trainers.cotraining.alarm import DrafterAlarm
     from specrl.trainers.cotraining.trainer import DrafterTrainer
 
 PROBE_PROMPTS = 16
@@ -86,10 +85,8 @@ class Rollouts:
         """Everything that the last `collect` rolled out."""
         self.train_batch: Scored
         """The rows of the last `collect` that are trained on."""
-        self.drafter_alarm: DrafterAlarm | None = None
-        """Watches the drafter of `rollout.drafter`."""
         self.drafter_trainer: DrafterTrainer | None = None
-        """Trains that drafter next to the policy."""
+        """Trains the drafter of `rollout.drafter` next to the policy."""
         self.drafter: torch.nn.Module | None = None
         """A draft model in training, of which the engine holds a copy."""
 
@@ -221,11 +218,9 @@ class Rollouts:
         self._metrics = {}
         if self._control.measured:  # control rows use the engine's forward pass too, so they cannot detect a wrong one
             weights.check(self.engine, self.policy, self.version, self._probe)
-        if self.drafter_alarm:
-            metrics |= self.drafter_alarm.observe(batch.stats)
         if self.drafter_trainer:
             responses = zip(sampled.rows, sampled.batch.completions, strict=True)
-            self.drafter_trainer.observe([(row.prompt, c.tokens) for row, c in responses], batch.stats)
+            self.drafter_trainer.observe([(row.prompt, c.tokens) for row, c in responses])
         return metrics
 
     def state(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -39,12 +40,12 @@ from specrl.rollout.types import Completion, EngineStats, Request
 from specrl.run.tasks import arithmetic
 from specrl.tiny import load, load_tiny
 from specrl.trainers.config import DrafterConfig
-from specrl.trainers.cotraining.savings import DRAFT_TOKENS
 from specrl.trainers.cotraining.trainer import DrafterTrainer
 
 PROMPTS, GROUP, CAP = 4, 8, 200  # a step of config=grpo_math
 DRIFT = 0.4
-SHARED = {"learning_rate": 3e-4, "patience": 0}
+DRAFT_TOKENS = 4
+SHARED = {"learning_rate": 3e-4}
 VARIANTS = {"tvd": {"objective": "tvd"}, "forward KL": {"objective": "forward_kl"}}
 Done = tuple[list[Completion], EngineStats, float]
 """Completions, stats and seconds of a rollout."""
@@ -121,23 +122,25 @@ def follow(policy: MovingPolicy, drafter, batches: Sequence[Sequence[Request]], 
     policy.move(0.0)
     moving = copy.deepcopy(drafter)
     trainer = DrafterTrainer(moving, policy.model, options, policy.sampling)
+    still = DrafterTrainer(drafter, policy.model, replace(options, learning_rate=0.0), policy.sampling)
     frozen, trained = policy.engine(drafter), policy.engine(moving)
     lines = []
     for version, batch in enumerate(batches):
         policy.move(version / max(1, len(batches) - 1))
         before, _, before_s = rollout(frozen, batch)
-        done, stats, seconds = rollout(trained, batch)
+        done, _, seconds = rollout(trained, batch)
         if [c.tokens for c in done] != [c.tokens for c in before]:
             raise SystemExit("the two drafters gave different texts; the comparison means nothing")
         texts = [(request.prompt, c.tokens) for request, c in zip(batch, done, strict=True)]
         took = {}
-        trainer.observe(texts, stats)
+        trainer.observe(texts)
+        still.observe(texts)
         for name, part in {"update_s": lambda texts=texts: policy.update(texts), "cost_s": trainer.step}.items():
             began = time.process_time()
             metrics = part()
             took[name] = time.process_time() - began
         line = {
-            "frozen_agreement": metrics["drafter/agreement_initial"],
+            "frozen_agreement": still.step()["drafter/agreement"],
             "agreement": metrics["drafter/agreement"],
             "frozen_passes": fmean(c.passes for c in before),
             "passes": fmean(c.passes for c in done),

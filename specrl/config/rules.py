@@ -118,11 +118,6 @@ def _training_drafter_rules(c: Config) -> Iterator[str]:
         yield "<trainer.drafter.train> has no effect with <rollout.acceptance>. Try rollout.acceptance=exact."
     if acceptance != "judged":
         return
-    if c.trainer.drafter.patience:
-        yield (
-            "<trainer.drafter.patience> ends co-training by the clock, and with <rollout.acceptance> the draft model "
-            "decides what is sampled. Try trainer.drafter.patience=0."
-        )
     if c.trainer.drafter.interval > 1:
         yield (
             "<trainer.drafter.interval> keeps texts between steps, which no checkpoint holds, and with "

@@ -1,4 +1,4 @@
-"""Monitors and, if configured, trains the draft model of a run."""
+"""Trains the draft model of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from specrl.config.schema import Config
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.head import load_drafter
 from specrl.run.policy import engine_spec
-from specrl.trainers.cotraining.alarm import DrafterAlarm
 from specrl.trainers.cotraining.trainer import DrafterTrainer, TrainDrafter
 
 if TYPE_CHECKING:
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
     from specrl.trainers.ppo.trainer import PPOTrainer
 
 
-def watch_drafter(config: Config, trainer: GRPOTrainerWithReuse | PPOTrainer) -> None:
-    """Adds the drafter's alarm and, if it is trained, its trainer.
+def train_drafter(config: Config, trainer: GRPOTrainerWithReuse | PPOTrainer) -> None:
+    """Trains `rollout.drafter` next to the policy.
 
     The transformers engine drafts with the very model that is trained. Any other engine drafts with a copy, whose
     weights are updated together with the policy's.
@@ -30,9 +29,6 @@ def watch_drafter(config: Config, trainer: GRPOTrainerWithReuse | PPOTrainer) ->
     accelerator = trainer.accelerator
     drafting = getattr(rollouts.engine, "drafting", None)
     shared = getattr(drafting, "model", None)
-    rollouts.drafter_alarm = DrafterAlarm(lambda: shared.dropped) if shared else DrafterAlarm()
-    if not config.trainer.drafter.train:
-        return
     if shared is None:
         spec = replace(engine_spec(config, frozenset()), device=str(accelerator.device), dtype="float32")
         drafter = rollouts.drafter = load_drafter(spec, rollouts.policy)

@@ -150,7 +150,7 @@ def build(
 
 
 def add_callbacks(config: Config, trainer: Trainer, data: Mapping[str, str]) -> None:
-    """Adds the draft model's alarm and trainer, and the callbacks that complete checkpoints.
+    """Adds the draft model's trainer if it is trained, and the callbacks that complete checkpoints.
 
     Args: data: digests of the splits of the data set.
 
@@ -158,10 +158,10 @@ def add_callbacks(config: Config, trainer: Trainer, data: Mapping[str, str]) -> 
         RolloutError: the drafter cannot be trained.
     """
     rollouts = trainer.rollouts
-    if config.rollout.drafter:
-        from specrl.run.cotraining import watch_drafter
+    if config.trainer.drafter.train:
+        from specrl.run.cotraining import train_drafter
 
-        watch_drafter(config, trainer)
+        train_drafter(config, trainer)
     trainer.add_callback(ShortHistory())
     trainer.add_callback(CompleteCheckpoint(rollouts, config.trainer.keep_checkpoints, data))
 

@@ -109,7 +109,7 @@ PPO = SHORT | {
     "trainer__critic__model": "separate",
     "trainer__save_every": 4,
 }
-TRAINED = {"trainer__drafter__train": "true", "trainer__drafter__patience": 0, "trainer__drafter__share": 0.5}
+TRAINED = {"trainer__drafter__train": "true", "trainer__drafter__share": 0.5}
 RUNS = {
     "shared": {},
     "copy": {"trainer__precision": "bf16", "trainer__max_steps": 2, "trainer__save_every": 1} | EVALUATED,

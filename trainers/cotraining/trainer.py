@@ -8,35 +8,31 @@ sampled. Whatever goes wrong ends in co-training being off.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.nn import Module
 from transformers import TrainerCallback
 
 from specrl.rollout.drafting.drafting import check_vocab
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.keys import derive_key
 from specrl.rollout.reduction import Metric, count, mean, seconds, shared
-from specrl.rollout.types import EngineStats, RolloutError
+from specrl.rollout.types import RolloutError
 from specrl.trainers import snapshot
 from specrl.trainers.config import DrafterConfig
 from specrl.trainers.cotraining import distil
-from specrl.trainers.cotraining.savings import saved_seconds
 from specrl.trainers.cotraining.texts import Read, Tap, Text, chosen, latest
 
 logger = logging.getLogger(__name__)
 
 CausalLM = Any  # a model of transformers, a peft model around one, or a head: their stubs type parts as plain Module
-SMOOTHING = 0.8  # weight of the past in the smoothed agreements
 
 
 @dataclass(slots=True)
@@ -46,11 +42,6 @@ class Progress:
     steps: int = 0
     rollouts: int = 0
     rounds: int = 0
-    agreement: float | None = None
-    """Smoothed keyed agreement with the policy, None before the first round."""
-    agreement_initial: float | None = None
-    window: list[list[float]] = field(default_factory=list)
-    """[seconds spent, seconds saved] of the latest rollouts."""
     off: str = ""
     """Why co-training has ended; empty while it runs."""
 
@@ -59,7 +50,7 @@ class DrafterTrainer:
     """Trains a drafter next to a policy. Independent of trainer libraries and of the policy's algorithm.
 
         trainer = DrafterTrainer(drafter, policy, DrafterConfig(), sampling, seed=0)
-        trainer.observe(rows, stats)  # after a rollout, with the policy that made it
+        trainer.observe(rows)         # after a rollout, with the policy that made it
         policy(...)                   # the update: its forwards in training mode provide the states
         metrics = trainer.step()      # after each update of the policy
 
@@ -98,21 +89,16 @@ class DrafterTrainer:
             if not hasattr(model, "base_model") or model.get_output_embeddings() is None:
                 raise RolloutError(f"{type(model).__name__} is not a causal LM of transformers; co-training needs one")
         check_vocab(*(model.get_output_embeddings().weight.shape[0] for model in (self.drafter, self.policy)))
-        self.initial = copy.deepcopy(self.drafter).requires_grad_(False)
-        """The drafter as it was at the start."""
         self._max_tokens = options.updates * options.tokens_per_update
         self._optimizer = torch.optim.AdamW(self.drafter.parameters(), options.learning_rate, weight_decay=0.0)
         self._tap = Tap(self.policy)
         self._reads: list[Read] = []  # what the next round learns from, oldest first; a resumed run begins with none
-        self._rollout: tuple[EngineStats, int] | None = None
         self.progress = Progress()
 
-    def observe(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], stats: EngineStats) -> None:
+    def observe(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
         """Chooses the texts of a rollout of the current policy to learn from, once the update has read them.
 
-        Args:
-            rows: (prompt ids, response ids).
-            stats: of the rollout.
+        Args: rows: (prompt ids, response ids).
         """
         state = self.progress
         if state.off:
@@ -122,7 +108,6 @@ class DrafterTrainer:
         tokens = min(self._max_tokens, round(self.options.share * sum(map(len, texts))))
         generator = self._generator("choose", state.rollouts)
         self._tap.want(chosen(texts, tokens, self.options.tokens_per_update, generator))
-        self._rollout = stats, sum(len(text.response) for text in texts)
 
     def step(self) -> dict[str, Metric]:
         """Trains if a round is due, the only place that changes the drafter's weights; returns the metrics.
@@ -137,8 +122,7 @@ class DrafterTrainer:
             self._reads = latest([*self._reads, *self._tap.take()], self._max_tokens)
             if state.steps % self.options.interval == 0 and self._sum(len(self._reads))[0]:
                 metrics = self._round()
-        spent_s = time.perf_counter() - began
-        metrics |= {"timing_s/drafter": seconds(spent_s), **self._end_if_too_slow(spent_s)}
+        metrics["timing_s/drafter"] = seconds(time.perf_counter() - began)
         return metrics | {"drafter/active": shared(not state.off)}
 
     def _round(self) -> dict[str, Metric]:
@@ -162,7 +146,7 @@ class DrafterTrainer:
                 if not all_tokens:
                     break
                 losses: list[Tensor] = []
-                agreed = [0, 0]
+                agreed = 0
                 if batch:
                     passes = list(distil.student_logits(self.drafter, batch, generator))
                     teacher = distil.teacher_logits(self.policy, batch)
@@ -173,7 +157,7 @@ class DrafterTrainer:
                     firsts.append(losses[0].item())
                     learned += tokens
                 if not metrics:
-                    metrics = self._measured(*(n / all_tokens for n in self._sum(*agreed)))
+                    metrics = {"drafter/agreement": shared(self._sum(agreed)[0] / all_tokens)}
                 self._learn(losses, tokens / all_tokens)
         if learned:
             metrics |= {"drafter/loss": mean(sum(firsts), len(firsts)), "drafter/tokens": count(learned)}
@@ -202,65 +186,21 @@ class DrafterTrainer:
             return total.to(gradient.dtype)
 
         norm = distil.step(self._optimizer, torch.stack([*losses]).sum() if losses else None, combine)
-        if not norm.isfinite() or not all(p.isfinite().all() for p in self.drafter.parameters()):
+        if not norm.isfinite():
             loss = losses[0].item() if losses else math.nan
-            reason = f"it diverged (loss {loss:g}, gradient norm {norm.item():g}); the initial drafter is back"
-            self._end(f"{reason}. Lower trainer.drafter.learning_rate", restore=True)
+            reason = f"it diverged (loss {loss:g}, gradient norm {norm.item():g}). Lower trainer.drafter.learning_rate"
+            self.progress.off = reason
+            self._reads = []
+            self._tap.want({})
+            logger.warning("Drafter co-training is off: %s", reason)
 
     @torch.no_grad()
-    def _agreeing(self, batch: distil.Batch, student: Tensor, teacher: Tensor) -> list[int]:
-        """How many samples of either drafter are the policy's under new noise. Args: logits [N, V] for the targets."""
-        initial = next(distil.student_logits(self.initial, batch, torch.Generator()))
+    def _agreeing(self, batch: distil.Batch, student: Tensor, teacher: Tensor) -> int:
+        """How many of the drafter's samples are the policy's under new noise. Args: logits [N, V] for the targets."""
         rounds = self.progress.rounds
         keys = [derive_key(self.seed, "drafter", n, rounds, "agreement") for n in range(len(batch.ids))]
-        samples = [distil.keyed_samples(logits, batch, keys, self._sampling) for logits in (teacher, student, initial)]
-        return [int((tokens == samples[0]).sum()) for tokens in samples[1:]]
-
-    def _measured(self, agreement: float, agreement_initial: float) -> dict[str, Metric]:
-        state = self.progress
-        state.agreement = _smooth(state.agreement, agreement)
-        state.agreement_initial = _smooth(state.agreement_initial, agreement_initial)
-        return {"drafter/agreement": shared(agreement), "drafter/agreement_initial": shared(agreement_initial)}
-
-    def _end_if_too_slow(self, spent_s: float) -> dict[str, Metric]:
-        """Ends co-training if over `patience` rollouts it saved less time than it took; the better drafter stays.
-
-        Seconds are means over processes, so that all decide the same.
-
-        Returns: the estimate of what the last rollout saved, once for each rollout.
-        """
-        state = self.progress
-        patience = self.options.patience
-        metrics: dict[str, Metric] = {}
-        rollout = self._rollout
-        self._rollout = None
-        if state.off or state.agreement is None or state.agreement_initial is None:
-            return metrics
-        if rollout is not None:
-            (saved_s,) = self._sum(saved_seconds(*rollout, state.agreement, state.agreement_initial) / self.processes)
-            metrics["drafter/saved_s_est"] = seconds(saved_s)
-            state.window = [*state.window, [0.0, saved_s]][-patience:] if patience else []
-        if not state.window:
-            return metrics
-        state.window[-1][0] += self._sum(spent_s / self.processes)[0]
-        total_s = sum(spent for spent, _ in state.window)
-        total_saved_s = sum(saved for _, saved in state.window)
-        if len(state.window) == patience and total_saved_s < total_s:
-            self._end(
-                f"it does not pay: over {patience} rollouts it took {total_s:.3g} s and saved an estimated "
-                f"{total_saved_s:.3g} s (agreement {state.agreement:.2f}, of the initial drafter "
-                f"{state.agreement_initial:.2f})",
-                restore=state.agreement < state.agreement_initial,
-            )
-        return metrics
-
-    def _end(self, reason: str, restore: bool) -> None:
-        if restore:
-            self.drafter.load_state_dict(self.initial.state_dict())
-        self.progress.off = reason
-        self._reads = []
-        self._tap.want({})
-        logger.warning("Drafter co-training is off: %s", reason)
+        ours, theirs = (distil.keyed_samples(logits, batch, keys, self._sampling) for logits in (student, teacher))
+        return int((ours == theirs).sum())
 
     def _generator(self, purpose: str, index: int) -> torch.Generator:
         return torch.Generator().manual_seed(derive_key(self.seed, purpose, 0, index, "drafter"))
@@ -278,8 +218,7 @@ class DrafterTrainer:
         self.progress = Progress(**snapshot.load(directory, self._weights(), self._optimizer))
 
     def _weights(self) -> snapshot.Weights:
-        models: dict[str, Module] = {"drafter": self.drafter, "initial": self.initial}
-        return {f"{kind}/{name}": p for kind, model in models.items() for name, p in model.named_parameters()}
+        return dict(self.drafter.named_parameters())
 
 
 class TrainDrafter(TrainerCallback):
@@ -291,7 +230,3 @@ class TrainDrafter(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         self._note(self._trainer.step())
-
-
-def _smooth(past: float | None, new: float) -> float:
-    return new if past is None else SMOOTHING * past + (1 - SMOOTHING) * new

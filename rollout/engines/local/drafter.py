@@ -51,8 +51,6 @@ class ModelDrafter:
     ):
         self.packed = packed_model(model, sampling, limits, checked=not self.reads_states)
         self.model = model
-        self.dropped = 0
-        """Samples thrown away because the model's logits were NaN or infinite."""
         self._frequent: Frequent | None = None
         self._trimmed: TrimmedSampler | None = None
         if 0 < ids < self.packed.vocab:
@@ -96,7 +94,6 @@ class ModelDrafter:
                 samples |= self.reader.read(part, ends=True)
             logprobs = [samples[rows[i]].logprobs[0] if samples[rows[i]].usable else math.nan for i in active]
             budget.drafter.observe(sum(len(feed[i]) for i in active), time.perf_counter() - began, len(active))
-            self.dropped += sum(map(math.isnan, logprobs))
             for i in chain.step(logprobs, limits):
                 drafts[i] += samples[rows[i]].tokens
             feed = {i: drafts[i][-1:] for i in chain.active}

@@ -269,14 +269,13 @@ def test_the_draft_models_context_bounds_the_drafts(policy, plain, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_unusable_logits_are_dropped_and_counted(policy, plain, value):
+def test_unusable_logits_are_dropped(policy, plain, value):
     drafter = copy.deepcopy(policy)
     engine = Engine(policy, SAMPLING, window=4, drafter=drafter)
     with torch.no_grad():
         drafter.model.norm.weight.fill_(value)
     done, stats = engine.generate(requests())
     assert outputs(done) == outputs(plain)
-    assert engine.drafting.model.dropped > 20
     assert engine.sources["model"] == (0, 0)
     assert stats.drafted == 0
 

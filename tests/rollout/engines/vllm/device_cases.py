@@ -207,7 +207,6 @@ def test_a_run_that_trains_the_draft_model_trains_the_same_policy(tmp_path, monk
     options = SHORT | {"model": model, "rollout__engine": "vllm", "rollout__drafter": str(tmp_path / "drafter")}
     options |= {"rollout__vllm__kv_cache_mb": 64, "rollout__vllm__draft_tokens": 3, "rollout__max_new_tokens": 8}
     options |= {
-        "trainer__drafter__patience": 0,
         "trainer__drafter__learning_rate": 3e-3,
         "trainer__drafter__share": 1.0,
     }
@@ -218,7 +217,6 @@ def test_a_run_that_trains_the_draft_model_trains_the_same_policy(tmp_path, monk
     name = "spec/acceptance_model"
     assert after[0][name] == before[0][name], "before the first update"
     assert sum(line[name] for line in after[1:]) > sum(line[name] for line in before[1:])
-    assert any(line["drafter/saved_s_est"] for line in after), "or it would end as useless"
 
 
 def lines(folder) -> list[dict]:
