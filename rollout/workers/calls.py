@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from specrl.rollout.sections import ClusterConfig
 from specrl.rollout.types import EngineStats, Request, RolloutError
-from specrl.rollout.workers.worker import Failure, RolloutWorker, WorkerInfo
+from specrl.rollout.workers.worker import RolloutWorker, WorkerInfo
 
 LAST_PASS_S = 60.0
 """Least time that a worker has to end its pass after the stop signal."""
@@ -116,14 +116,13 @@ def wait_first(workers: Sequence[WorkerHandle], cluster: ClusterConfig) -> tuple
     if ended:
         worker = busy[ended[0]]
         try:
-            result = ray.get(ended[0])
+            return worker, ray.get(ended[0])
+        except RayTaskError as error:
+            raise RolloutError(f"{worker} failed in {worker.method}: {error.cause}") from None
         except RayError as error:
             # Ray's reason in one line, without its list of common causes
             reason = str(error).strip().splitlines()[-1].partition(" Some common causes")[0]
             return worker, Lost(f"died: {reason}")
-        if isinstance(result, Failure):
-            raise RolloutError(f"{worker} failed in {worker.method}: {result.reason}")
-        return worker, result
     if due.info is None:
         free = ray.available_resources()
         raise RolloutError(

@@ -23,14 +23,6 @@ Arrays = dict[str, tuple[np.ndarray, torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """What a call that raised returns instead of a result."""
-
-    reason: str
-    """The message of a RolloutError, the traceback of another exception."""
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """Where a worker runs."""
 
@@ -53,12 +45,18 @@ class RolloutWorker:
         """None while the weights of the engine are not proven."""
         self._halted = 0
 
-    def run(self, method: str, *args: Any) -> Any | Failure:
-        """The method's result. Errors are returned as a Failure, as not every exception can be serialized."""
+    def run(self, method: str, *args: Any) -> Any:
+        """The method's result.
+
+        Raises:
+            RolloutError: any exception, as not every one can be serialized: the message of a RolloutError, the
+                traceback of another.
+        """
         try:
             return getattr(self, method)(*args)
         except Exception as error:
-            return Failure(str(error) if isinstance(error, RolloutError) else traceback.format_exc())
+            reason = str(error) if isinstance(error, RolloutError) else traceback.format_exc()
+            raise RolloutError(reason) from None
 
     def start(
         self,

@@ -97,7 +97,7 @@ def test_the_whole_stage_is_timed_drafting_included(monkeypatch):
             clock.now += 2.0
             return super().siblings(example_id)
 
-    rollout = SpeculativeRollout(Slow(), SlowCache(Fingerprint(), VOCAB), RolloutConfig(max_new_tokens=8), SEED)
+    rollout = SpeculativeRollout(Slow(), SlowCache(Fingerprint()), RolloutConfig(max_new_tokens=8), SEED)
     batch = rollout.generate(rows_of("a"), visit=0, step=0)
     assert (batch.lookup_s, batch.total_s) == (2.0, 2.5), "what the caller waited for, whatever the engine reports"
     plain = rollout.plain(rows_of("a"), batch.keys)

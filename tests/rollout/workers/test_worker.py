@@ -11,7 +11,6 @@ from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import EngineSpec, Probe
 from specrl.rollout.types import Request, RolloutError
 from specrl.rollout.workers.worker import (
-    Failure,
     RolloutWorker,
     WorkerInfo,
     split_work,
@@ -63,17 +62,19 @@ def worker(build_model, tmp_path):
 
 
 def test_a_worker_refuses_other_versions(worker):
-    assert not isinstance(worker.run("generate", 0, requests_of(2)), Failure)
+    assert len(worker.run("generate", 0, requests_of(2))[0]) == 2
     with pytest.raises(RolloutError, match="worker 0 has weight version 0, not 1"):
         worker.generate(1, requests_of(2))
-    assert worker.run("score", 1, [3, 4]) == Failure("worker 0 has weight version 0, not 1")
+    with pytest.raises(RolloutError, match="worker 0 has weight version 0, not 1"):
+        worker.run("score", 1, [3, 4])
 
 
 def test_a_worker_whose_update_failed_serves_no_version(worker, build_model):
     wrong = Probe((3, 4), (-99.0,), 1e-3)
-    answer = worker.run("update_weights", to_arrays(build_model("llama", 1).state_dict().items()), 0, wrong)
-    assert "does not run the weights it was sent" in answer.reason
-    assert worker.run("generate", 0, requests_of(2)) == Failure("worker 0 has weight version None, not 0")
+    with pytest.raises(RolloutError, match="does not run the weights it was sent"):
+        worker.run("update_weights", to_arrays(build_model("llama", 1).state_dict().items()), 0, wrong)
+    with pytest.raises(RolloutError, match="worker 0 has weight version None, not 0"):
+        worker.run("generate", 0, requests_of(2))
 
 
 @pytest.mark.parametrize(
@@ -83,12 +84,14 @@ def test_a_worker_whose_update_failed_serves_no_version(worker, build_model):
         (ValueError("x"), r"(?s)Traceback.*: x\n"),
     ],
 )
-def test_what_the_engine_raises_is_returned(worker, error, reason):
+def test_what_the_engine_raises_is_a_rollout_error(worker, error, reason):
     def generate(requests):
         raise error
 
     worker.engine.generate = generate
-    assert re.fullmatch(reason, worker.run("generate", 0, requests_of(2)).reason)
+    with pytest.raises(RolloutError) as raised:
+        worker.run("generate", 0, requests_of(2))
+    assert re.fullmatch(reason, str(raised.value))
 
 
 def test_weights_travel_bit_by_bit():

@@ -7,9 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from specrl.rollout.types import RolloutError
 from specrl.rollout.workers import delivery
-from specrl.rollout.workers.worker import Failure, RolloutWorker, WorkerInfo
+from specrl.rollout.workers.worker import RolloutWorker, WorkerInfo
 
 
 class Communicator:
@@ -87,9 +86,7 @@ class Link:
 
     def call(self, method, args):
         with ThreadPoolExecutor() as pool:
-            results = list(pool.map(lambda worker, its: worker.run(method, *its), self.workers, args))
-        if failed := [result for result in results if isinstance(result, Failure)]:
-            raise RolloutError(failed[0].reason)
+            list(pool.map(lambda worker, its: worker.run(method, *its), self.workers, args))
 
     def send(self, weights, version, probe):
         self.delivery.take(weights)
