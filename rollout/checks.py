@@ -34,6 +34,8 @@ class Option:
     """The smallest and the largest legal number."""
     resume: str = ""
     only: str = ""
+    also: tuple[str, ...] = ()
+    """Other names that people try, which get this one suggested."""
 
     @property
     def is_section(self) -> bool:
