@@ -41,7 +41,6 @@ SETTINGS = {
     "trainer.epochs": "3",
     "rollout.measure_every": "0",
     "trainer.eval_prompts": "0",
-    "trainer.log_completions": "0",
 }
 """Options of both runs, unless the command line has others."""
 METRICS = {

@@ -34,7 +34,6 @@ SETTINGS = {
     "trainer.epochs": "6",
     "trainer.eval_every": "8",
     "rollout.measure_every": "0",
-    "trainer.log_completions": "0",
     "report.plots": "false",
 }
 """Options of all runs, unless the command line has others."""

@@ -23,11 +23,12 @@ from benchmarks import picture
 from benchmarks.pages import PAGES, RESULTS, ROOT, rendered
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
+from specrl.results.report import write_report
 from specrl.rollout.sections import doc
 from specrl.run.machine import machine
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-QUIET = "trainer.log_completions=0 trainer.eval_prompts=0"
+NO_EVALUATION = "trainer.eval_prompts=0"
 
 
 @dataclass
@@ -45,11 +46,11 @@ class Figure:
     env: dict[str, str] = field(default_factory=dict)
 
 
-def report(name: str) -> Callable[[Path, str], dict[str, Any]]:
-    """The speedups and rewards of the run `name`, and the last lines that it printed."""
+def report(name: str, baseline: str = "") -> Callable[[Path, str], dict[str, Any]]:
+    """The speedups and rewards of the run `name`, against another one if wanted, and what the last command printed."""
 
     def read(out: Path, printed: str) -> dict[str, Any]:
-        summary = json.loads((out / name / "report.json").read_text(encoding="utf-8"))
+        summary = write_report(out / name, out / baseline if baseline else None).summary
         kept = ("measured", "paired", "reward", "eval", "step_s", "steps", "reuse")
         return {key: summary.get(key) for key in kept} | {"printed": printed.splitlines()}
 
@@ -73,12 +74,11 @@ FIGURES = {
     "ppo": Figure(("specrl.train config=ppo_math name=ppo output_dir={out}",), report("ppo")),
     "whole-runs": Figure(
         (
-            f"specrl.train config=grpo_math name=plain output_dir={{out}} {QUIET} "
+            f"specrl.train config=grpo_math name=plain output_dir={{out}} {NO_EVALUATION} "
             "rollout.acceptance=off rollout.measure_every=0",
-            f"specrl.train config=grpo_math name=exact output_dir={{out}} {QUIET} "
-            "rollout.measure_every=0 report.baseline={out}/plain",
+            f"specrl.train config=grpo_math name=exact output_dir={{out}} {NO_EVALUATION} rollout.measure_every=0",
         ),
-        report("exact"),
+        report("exact", "plain"),
     ),
     "bench": Figure((f"specrl.bench rows=64 repeats=7 {LONG} out={{out}}/result.json",), json_file),
     "ablation": Figure(
@@ -91,7 +91,7 @@ FIGURES = {
     "vllm": Figure((f"{RIVALS} repeats=9 rollout.vllm.compile=on",), json_file, COMPILED),
     "vllm-old-text": Figure(
         (
-            f"specrl.train config=grpo_math name=run output_dir={{out}} {QUIET} trainer.save_every=112 "
+            f"specrl.train config=grpo_math name=run output_dir={{out}} {NO_EVALUATION} trainer.save_every=112 "
             "rollout.measure_every=0",
             f"{RIVALS} repeats=9 rollout.vllm.compile=on model={{out}}/run/model "
             "old_model={out}/run/checkpoints/checkpoint-112",

@@ -52,7 +52,6 @@ SMALL = {
     "trainer.lr_schedule": "constant",
     "trainer.save_every": "5",
     "trainer.eval_prompts": "0",
-    "trainer.log_completions": "0",
     "report.plots": "false",
 }
 """Options unless the command line has others: the embedded policy, four short rows a step."""

@@ -45,7 +45,6 @@ SETTINGS = {
     "trainer.learning_rate": "2e-4",
     "rollout.measure_every": "0",
     "trainer.eval_prompts": "0",
-    "trainer.log_completions": "0",
     "report.plots": "false",
 }
 """Options of all runs, unless the command line has others."""

@@ -31,11 +31,10 @@ def settings(spec: EngineSpec, on_gpu: bool, method: str = "") -> dict:
     Values of the speculation are those that vLLM's documentation suggests.
     """
     vllm = spec.rollout.vllm
-    kv_mb = vllm.kv_cache_mb or (0 if on_gpu else CPU_KV_MB)
+    kv_mb = spec.rollout.kv_cache_mb or (0 if on_gpu else CPU_KV_MB)
     arguments = {
         "model": spec.model,
         "revision": spec.revision or None,
-        "trust_remote_code": spec.trust_remote_code,
         "dtype": spec.dtype,
         "seed": 0,
         "max_model_len": -1,  # the model's, or what the KV cache holds

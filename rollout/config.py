@@ -11,7 +11,6 @@ from specrl.rollout.sections import (
     BudgetConfig,
     CacheConfig,
     JudgedConfig,
-    LocalConfig,
     RoutedConfig,
     VLLMConfig,
     doc,
@@ -68,6 +67,11 @@ class RolloutConfig:
     tokens_per_pass: int = doc(4096, "maximum tokens of a forward pass, which limits its memory", low=1, resume="free")
     logits_mb: int = doc(256, "memory for logits and noise in MB; larger passes are split", low=1, resume="free")
     tie_margin: float = doc(1e-4, "score gap below which a separate pass decides between two tokens (fp32); 0 is off")
+    kv_cache_mb: int = doc(
+        0,
+        "memory of the KV cache in MB; 0: what is free; with engine=vllm memory_utilization on a GPU, 512 on a CPU",
+        resume="free",
+    )
     measure_every: int = doc(
         10,
         "every N rollouts also decode without drafts under the same keys, to compare tokens and measure spec/speedup; "
@@ -84,7 +88,6 @@ class RolloutConfig:
     budget: BudgetConfig = doc(BudgetConfig, "how many tokens are drafted", resume="free")
     judged: JudgedConfig = doc(JudgedConfig, "mismatching draft tokens that acceptance=judged accepts")
     routed: RoutedConfig = doc(RoutedConfig, "reasoning steps that acceptance=routed accepts")
-    local: LocalConfig = doc(LocalConfig, "options of engine=transformers", resume="free")
     vllm: VLLMConfig = doc(VLLMConfig, "options of engine=vllm")
 
     @property

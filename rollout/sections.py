@@ -67,7 +67,6 @@ class JudgedConfig:
     )
     path: str = doc("", "directory of the trained judge")
     threshold: float = doc(0.5, "by=kl: largest accepted KL in nats; a judge has its own threshold")
-    uncorrected: bool = doc(False, "allow correction=none, as if judged tokens were on-policy")
 
 
 @dataclass
@@ -85,7 +84,6 @@ class RoutedConfig:
     )
     separators: list[str] = doc(["\\n\\n"], "texts that end a reasoning step; \\n is a newline")
     max_step_tokens: int = doc(128, "longest draft step in tokens; the policy generates longer ones", low=1)
-    uncorrected: bool = doc(False, "allow correction=none, as if routed tokens were on-policy")
 
     def problems(self) -> Iterator[str]:
         """Messages for options of no use, with `<key>` for `key=value`."""
@@ -98,12 +96,6 @@ class RoutedConfig:
     def step_separators(self) -> list[str]:
         """The separators, with newlines."""
         return [separator.replace("\\n", "\n") for separator in self.separators]
-
-
-@dataclass
-class LocalConfig:
-    kv_cache_mb: int = doc(0, "memory limit of the KV cache in MB; 0 uses what is free")
-    graphs: Literal["auto", "off"] = doc("auto", "auto: CUDA graphs on GPUs in half precision")
 
 
 @dataclass
@@ -121,7 +113,6 @@ class VLLMConfig:
     draft_tokens: int = doc(
         32, "draft tokens per row and step, up to 127, of a draft model 8; fewer if memory is short", low=1, high=127
     )
-    kv_cache_mb: int = doc(0, "KV cache in MB; 0 follows memory_utilization on a GPU and is 512 on a CPU")
     memory_utilization: float = doc(0.45, "share of GPU memory for vLLM, weights included", low=0.01, high=1)
     tensor_parallel: int = doc(1, "GPUs that share one copy of the model", low=1)
     compile: Literal["auto", "on", "off"] = doc("auto", "torch.compile and CUDA graphs, a slow start; auto: on GPUs")
@@ -153,11 +144,8 @@ class ClusterConfig:
     task_timeout_s: float = doc(1800.0, "seconds for one call; a worker that exceeds them is replaced", low=1)
     max_restarts: int = doc(3, "workers lost without a finished call between them; more stop the run")
     object_store_mb: int = doc(256, "shared memory for weights in MB, of a Ray started here", low=80)
-    dashboard: bool = doc(False, "dashboard on loopback, of a Ray started here")
 
     def problems(self) -> Iterator[str]:
         """Messages for options of no use, with `<key>` for `key=value`."""
         if self.address and not self.num_workers:
             yield "<cluster.address> with <cluster.num_workers> has no use. Try cluster.num_workers=2."
-        if self.dashboard and self.address:
-            yield "cluster.dashboard=true has no effect on a running cluster. Leave it out."

@@ -94,8 +94,8 @@ def watch(run: Run, monitor: Monitor | None) -> None:
         if monitor:
             batch = rollouts.train_batch
             assert batch is not None, "A step trains on a batch."
-            if due and options.log_completions:
-                show(monitor.console, batch, tokenizer, options.log_completions)
+            if due:
+                show(monitor.console, batch, tokenizer)
             if due or step in (1, run.steps):
                 store(run.path / "completions" / f"step_{step}.parquet", batch, tokenizer)
         assess(step)

@@ -117,7 +117,6 @@ def words(folder: Path, **options) -> list[str]:
         "trainer__learning_rate": 1e-3,
         "trainer__lr_schedule": "constant",
         "trainer__eval_prompts": 0,
-        "trainer__log_completions": 0,
         "reward__functions": "[tests.runs:digits]",
         "reward__isolate_user": "false",
         "report__plots": "false",

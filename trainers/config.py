@@ -98,7 +98,6 @@ class TrainerConfig:
         0, "steps between evaluations on the test split; 0: only before and after training", resume="free"
     )
     eval_prompts: int = doc(64, "prompts of the test split per evaluation; 0 skips evaluation", resume="free")
-    log_completions: int = doc(2, "completions per console sample; 0 shows none", resume="free")
     log_completions_every: int = doc(
         10,
         "steps between console samples and between files in completions/; the first and last step always write one",

@@ -20,7 +20,6 @@ from benchmarks.gpu.run import Absent, Step
 from benchmarks.gpu.timing import Context, busy, ms
 from benchmarks.gpu.watch import Pass, Watched, Wrong, free_bytes, profiled
 from specrl.rollout.config import RolloutConfig
-from specrl.rollout.sections import LocalConfig
 from specrl.rollout.types import Request
 
 MORE, BESIDE = 1.2, 4e9
@@ -49,7 +48,8 @@ def steps(context: Context) -> Iterator[Step]:
 
 def graphs_off(context: Context, model: nn.Module) -> Iterator[Step]:
     """The same passes without CUDA graphs."""
-    bench = PassBench(context, model, local=LocalConfig(graphs="off"))
+    bench = PassBench(context, model)
+    bench.engine.policy.record = None
     yield from bench.profiles("profile_graphs_off")
     rows, width = context.sizes.pass_rows[0], context.sizes.pass_widths[0]
     for tokens in context.sizes.pass_tokens[:2]:
@@ -57,14 +57,14 @@ def graphs_off(context: Context, model: nn.Module) -> Iterator[Step]:
 
 
 class PassBench:
-    """An engine whose passes are of a chosen size. Args: limits: further engine limits."""
+    """An engine whose passes are of a chosen size."""
 
-    def __init__(self, context: Context, model: nn.Module, **limits):
+    def __init__(self, context: Context, model: nn.Module):
         self.context, self.model, sizes = context, model, context.sizes
         most = max(sizes.pass_rows)
         self.watched, self.measured = Watched(), []
-        limits |= {"rows_per_batch": most, "tokens_per_pass": most * max(sizes.pass_tokens)}
-        self.engine = local.TransformersEngine(model, SAMPLING, drafting=self.watched, limits=RolloutConfig(**limits))
+        limits = RolloutConfig(rows_per_batch=most, tokens_per_pass=most * max(sizes.pass_tokens))
+        self.engine = local.TransformersEngine(model, SAMPLING, drafting=self.watched, limits=limits)
 
     def requests(self, rows: int, tokens: int, width: int, new: int) -> list[Request]:
         """Rows of one prompt whose passes carry `tokens` each for the first `new` of them; no draft is ever right."""

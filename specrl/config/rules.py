@@ -168,19 +168,13 @@ def _size_rules(c: Config) -> Iterator[str]:
 
 
 def _training_rules(c: Config) -> Iterator[str]:
-    """What leaves nothing to learn from, or would learn from it wrongly."""
+    """What leaves nothing to learn from."""
     r = c.rollout
     if r.group_size == 1 and c.trainer.compares_groups:
         what = "trainer.advantage" if c.trainer.algorithm == "ppo" else "trainer.algorithm"
         yield f"<rollout.group_size> gives <{what}> no other response to compare with. Try rollout.group_size=8."
     if r.temperature == 0:
         yield "<rollout.temperature> gives all responses of a group the same text. Try rollout.temperature=1."
-    uncorrected = {"judged": r.judged.uncorrected, "routed": r.routed.uncorrected}.get(r.acceptance, True)
-    if c.trainer.correction == "none" and not uncorrected:
-        yield (
-            "<rollout.acceptance> with <trainer.correction> would train on draft tokens as if the policy had sampled "
-            f"them. Try trainer.correction=token_truncate, or rollout.{r.acceptance}.uncorrected=true."
-        )
 
 
 def _batch_rules(c: Config) -> Iterator[str]:

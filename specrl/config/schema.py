@@ -62,7 +62,6 @@ class LoraConfig:
 
 @dataclass
 class ReportConfig:
-    baseline: str = doc("", "run directory to compare with; empty compares with control steps")
     plots: bool = doc(True, "draw report.png if matplotlib is installed")
     trackers: list[str] = doc([], "also log every step to tensorboard, trackio or wandb")
 
@@ -77,7 +76,6 @@ class Config:
     )
     model: str = doc("tiny", "policy: tiny or tiny_tools (included, no download), a hub id or a local directory")
     tokenizer: str = doc("", "hub id or local directory; empty uses the model's")
-    trust_remote_code: bool = doc(False, "allow the model repository to run its code")
     revision: str = doc("", "branch, tag or commit of the model on the hub")
     device: str = doc("auto", "auto, cpu, cuda or cuda:N", resume="free")
     data: str = doc(

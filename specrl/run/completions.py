@@ -23,7 +23,7 @@ UNFINISHED = "\ufffd"
 PROMPT_TAIL = 400  # characters of a prompt shown in a preview
 
 
-def show(console: Console, last: Scored, tokenizer: PreTrainedTokenizerBase, count: int) -> None:
+def show(console: Console, last: Scored, tokenizer: PreTrainedTokenizerBase, count: int = 2) -> None:
     """Previews `count` responses, from as many different prompts as possible."""
     by_prompt: dict[str, list] = {}
     for response in zip(last.rows, last.batch.completions, last.rewards, strict=True):

@@ -85,8 +85,7 @@ class Run:
         from specrl.results.report import write_report
 
         if self.is_main:
-            options = self.config.report
-            report = write_report(self.path, options.baseline or None, plots=options.plots)
+            report = write_report(self.path, plots=self.config.report.plots)
             write_card(self.path, report)
             report.show()
         self.trainer.accelerator.wait_for_everyone()  # a process that exits early breaks the others' connections

@@ -105,13 +105,11 @@ NEEDS = {
     "rollout.cache.log": {"true": EXACT},
     "rollout.cache.on_write_error": {ALL: EXACT},
     "rollout.judged.by": {"judge": {**JUDGE, "rollout.sources": "[]"}, "kl": JUDGED},
-    "rollout.judged.uncorrected": {"true": {**JUDGE, "trainer.correction": "none"}},
     "rollout.routed.by": {
         ALL: ROUTED,
         "rsd": {**ROUTED, "rollout.routed.path": "{prm}"},
         "arbitrage": {**ROUTED, **LEARNED, "rollout.routed.path": "{arbitrage}"},
     },
-    "rollout.routed.uncorrected": {"true": {**ROUTED, "rollout.routed.by": "likelihood", "trainer.correction": "none"}},
     "rollout.vllm.scheduling": {ALL: VLLM, "async": ON_DEVICE},
     "rollout.vllm.runner": {ALL: VLLM, "v2": ON_V2},
     "rollout.vllm.compile": {ALL: VLLM, "on": ON_GPU},
@@ -128,7 +126,6 @@ NEEDS = {
     "trainer.drafter.train": {"true": TAUGHT},
     "trainer.drafter.objective": {ALL: TAUGHT},
     "trainer.critic.model": {ALL: GAE},
-    "cluster.dashboard": {"true": "tests/specrl/run/test_cluster.py"},
 }
 """What a value of an option needs besides, or the test that runs it. Values that are not here need nothing."""
 
@@ -151,7 +148,7 @@ NUMBERS = [
     {"rollout.measure_every": 0, **EXACT},
     {"rollout.measure_every": 1, **EXACT},
     {"rollout.tie_margin": 0},
-    {"rollout.local.kv_cache_mb": 2},
+    {"rollout.kv_cache_mb": 2},
     {"trainer.beta": 0.1, **GRPO},
     {"trainer.kl_target": 0.1, **KL},
     {"trainer.entropy_bonus": 0.01, **PPO},

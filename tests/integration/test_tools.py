@@ -96,7 +96,7 @@ def drafted(tmp_path_factory) -> Recording:
     """GRPO with control steps, a checkpoint and evaluations."""
     folder = tmp_path_factory.mktemp("drafted")
     options = {"rollout__measure_every": 2, "trainer__save_every": 2, "trainer__eval_prompts": 2}
-    return train(folder, trainer__eval_every=2, trainer__log_completions=1, trainer__log_completions_every=2, **options)
+    return train(folder, trainer__eval_every=2, trainer__log_completions_every=2, **options)
 
 
 def last(record: Recording, name: str) -> float:
@@ -244,7 +244,7 @@ def test_ray_workers_change_nothing(drafted, tmp_path):
 @pytest.mark.long
 def test_vllm_is_the_run_without_drafts(tmp_path):
     pytest.importorskip("vllm", reason="needs the vllm extra")
-    vllm = {"rollout__engine": "vllm", "rollout__vllm__kv_cache_mb": 64, "rollout__vllm__draft_tokens": 8}
+    vllm = {"rollout__engine": "vllm", "rollout__kv_cache_mb": 64, "rollout__vllm__draft_tokens": 8}
     options = vllm | {"model": model(head_dim=32)}
     exact, off = (train(tmp_path / a, rollout__acceptance=a, **options) for a in ("exact", "off"))
     assert differences(exact, off) == []

@@ -21,7 +21,7 @@ def model(tmp_path_factory):
 
 
 def vllm(folder, model, prepare=lambda trainer: None, **options):
-    engine = {"rollout__engine": "vllm", "rollout__vllm__kv_cache_mb": 64, "rollout__vllm__draft_tokens": 8}
+    engine = {"rollout__engine": "vllm", "rollout__kv_cache_mb": 64, "rollout__vllm__draft_tokens": 8}
     return run(folder, prepare, model=model, **SHORT | engine | options)
 
 

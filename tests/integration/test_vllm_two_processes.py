@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="needs the vllm extra")
 pytestmark = pytest.mark.long
 OPTIONS = SHORT | {
     "config": "grpo_math_vllm",
-    "rollout__vllm__kv_cache_mb": 64,
+    "rollout__kv_cache_mb": 64,
     "rollout__vllm__draft_tokens": 8,
     "rollout__measure_every": 2,
     "trainer__eval_prompts": 4,

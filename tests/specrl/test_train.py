@@ -52,7 +52,6 @@ def finished(tmp_path_factory, watch):
         "trainer__epochs": 2,
         "trainer__eval_prompts": 8,
         "trainer__eval_every": 4,
-        "trainer__log_completions": 1,
         "trainer__log_completions_every": 3,
         "trainer__save_every": 4,
         "report__plots": "true",
@@ -125,7 +124,7 @@ def test_nothing_is_learned_where_every_group_is_alike(tmp_path, capsys, scale):
 
 
 def test_a_run_that_learns_nothing_says_so_and_keeps_its_first_and_last_responses(tmp_path, capsys):
-    rare = {"trainer__log_completions": 0, "trainer__log_completions_every": 64}
+    rare = {"trainer__log_completions_every": 64}
     run(tmp_path, **SHORT | {"trainer__epochs": 3}, **rare, reward__functions="[tests.specrl.test_train:nothing]")
     kept = tmp_path / "run" / "completions"
     assert sorted(path.name for path in kept.iterdir()) == ["step_1.parquet", "step_6.parquet"]

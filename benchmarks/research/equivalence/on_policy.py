@@ -34,7 +34,6 @@ OPTIONS = {
     "trainer.prompts_per_step": 4,
     "trainer.learning_rate": 2e-4,
     "trainer.eval_prompts": 0,
-    "trainer.log_completions": 0,
     "report.plots": "false",
 }
 LOGGED = {"logged": "sampling/sampling_logp_difference/max", "clipped": "clip_ratio/region_mean"}

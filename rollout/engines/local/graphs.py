@@ -42,7 +42,7 @@ class Graphs:
                 self._failed = True
                 log.warning(
                     "passes of this model cannot be captured as CUDA graphs (%s), so those of few rows wait for the "
-                    "host. rollout.local.graphs=off skips the attempt",
+                    "host",
                     str(error).strip().splitlines()[0],
                 )
                 return step()

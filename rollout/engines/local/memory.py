@@ -35,8 +35,8 @@ def max_concurrent_rows(requests: Sequence[Request], models: Sequence[PackedMode
     limits = models[0].limits
     tokens = row_tokens(requests)
     row_bytes = tokens * sum(model.kv_bytes for model in models)
-    if limits.local.kv_cache_mb:
-        kv_bytes = limits.local.kv_cache_mb * MB
+    if limits.kv_cache_mb:
+        kv_bytes = limits.kv_cache_mb * MB
     else:
         kv_bytes = int(SPARE * free_bytes(models[0].device)) - sum(map(pass_bytes, models))
     rows = min(most, len(requests), limits.rows_per_batch, kv_bytes // max(1, row_bytes))
@@ -44,7 +44,7 @@ def max_concurrent_rows(requests: Sequence[Request], models: Sequence[PackedMode
         raise RolloutError(
             f"the KV of one row of {tokens} tokens takes {row_bytes / MB:.0f} MB, and there are "
             f"{max(kv_bytes, 0) / MB:.0f} MB for it. Use a lower rollout.max_new_tokens, tokens_per_pass "
-            f"({limits.tokens_per_pass}) or logits_mb ({limits.logits_mb}), or a higher rollout.local.kv_cache_mb "
-            f"({limits.local.kv_cache_mb}; 0 takes what is free)"
+            f"({limits.tokens_per_pass}) or logits_mb ({limits.logits_mb}), or a higher rollout.kv_cache_mb "
+            f"({limits.kv_cache_mb}; 0 takes what is free)"
         )
     return rows

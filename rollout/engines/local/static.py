@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 class StaticModel(PackedModel):
     """See `PackedModel`. A pass is one copy to the device, the computation there, and one copy back.
 
-    Args: limits: with `local.graphs=off` nothing is captured.
-
     Attributes:
         record: captures a pass; None if passes are not captured.
     """
@@ -40,8 +38,7 @@ class StaticModel(PackedModel):
         super().__init__(model, sampling, limits)
         if self.sampler.rounds:
             log.warning("tokens are sampled from rounded logits, which flips about one in 300: %s", self.sampler.rounds)
-        captures = self.device.type == "cuda" and self.limits.local.graphs == "auto"
-        self.record = cuda_graphs() if captures else None
+        self.record = cuda_graphs() if self.device.type == "cuda" else None
 
     def kv(self, slabs: int, capacity: int) -> KV:
         """See `PackedModel.kv`. The passes over these slabs share their captured graphs."""

@@ -90,7 +90,7 @@ class VLLMEngine:
             self.close()
             raise RolloutError(
                 f"vLLM's KV cache holds a row of {self.context} tokens, too few for a prompt and "
-                f"rollout.max_new_tokens={config.max_new_tokens}; raise rollout.vllm.kv_cache_mb or lower the cap"
+                f"rollout.max_new_tokens={config.max_new_tokens}; raise rollout.kv_cache_mb or lower the cap"
             )
         self._flow = self._build_flow(drafter_share(spec, *models))
         draft_ids = config.drafter_vocab if config.drafter else 0

@@ -23,13 +23,12 @@ def settings(spec: EngineSpec) -> dict:
     """The run's settings as vLLM's LLM takes them, without drafts and hooks."""
     config, vllm = spec.rollout, spec.rollout.vllm
     cpu = current_platform.is_cpu()
-    kv_mb = vllm.kv_cache_mb or (CPU_KV_MB if cpu else 0)
+    kv_mb = config.kv_cache_mb or (CPU_KV_MB if cpu else 0)
     # a CPU's default block of 128 tokens would cache little
     platform = {"block_size": 32} if cpu else {"enable_sleep_mode": vllm.sleep}
     return {
         "model": spec.model,
         "revision": spec.revision or None,
-        "trust_remote_code": spec.trust_remote_code,
         "dtype": spec.dtype,
         "skip_tokenizer_init": True,
         "use_tqdm_on_load": False,

@@ -270,11 +270,6 @@ def test_routing_that_would_mislead_is_refused(change, message):
     assert cli.load(["config=grpo_math", *ROUTED.split()]).rollout.routed.by == "likelihood"
 
 
-def test_uncorrected_training_takes_an_explicit_word():
-    options = ["config=grpo_math", *ROUTED.split(), "trainer.correction=none", "rollout.routed.uncorrected=true"]
-    assert cli.load(options).trainer.correction == "none"
-
-
 @pytest.mark.parametrize(
     ("acceptance", "by", "threshold", "correction"),
     [
@@ -283,7 +278,7 @@ def test_uncorrected_training_takes_an_explicit_word():
     ],
 )
 def test_grpo_trains_on_text_that_the_draft_wrote(acceptance, by, threshold, correction, draft, tmp_path):
-    routing = {"by": by, "threshold": threshold, "uncorrected": "true"}
+    routing = {"by": by, "threshold": threshold}
     record = runs.run(
         tmp_path,
         rollout__acceptance=acceptance,

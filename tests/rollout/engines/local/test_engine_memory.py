@@ -16,7 +16,6 @@ from specrl.rollout.engines.local import memory as memory_plan
 from specrl.rollout.engines.local import probe
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.keys import derive_key
-from specrl.rollout.sections import LocalConfig
 from specrl.rollout.types import Request, RolloutError
 from tests.engines import local
 from tests.rollout.golden import (
@@ -180,7 +179,7 @@ def test_what_an_80_or_141_gb_card_holds(monkeypatch, card, tokens, rows):
 def test_kv_that_fits_no_row_is_one_readable_error(golden):
     model, _, _ = golden("qwen3")
     model = copy.deepcopy(model)
-    engine = local(model, NO_EOS, local=LocalConfig(kv_cache_mb=1))
+    engine = local(model, NO_EOS, kv_cache_mb=1)
     with pytest.raises(RolloutError, match=r"one row of 5004 tokens takes 1 MB, and there are 1 MB .*kv_cache_mb \(1;"):
         memory_plan.max_concurrent_rows([Request([5, 9, 30, 12], 1, 5000)], [engine.policy], 8)
 

@@ -205,7 +205,7 @@ def test_a_run_that_trains_the_draft_model_trains_the_same_policy(tmp_path, monk
     model = build_policy(tmp_path / "policy", head_dim=32)
     shortened(AutoModelForCausalLM.from_pretrained(model), 1).save_pretrained(tmp_path / "drafter")
     options = SHORT | {"model": model, "rollout__engine": "vllm", "rollout__drafter": str(tmp_path / "drafter")}
-    options |= {"rollout__vllm__kv_cache_mb": 64, "rollout__vllm__draft_tokens": 3, "rollout__max_new_tokens": 8}
+    options |= {"rollout__kv_cache_mb": 64, "rollout__vllm__draft_tokens": 3, "rollout__max_new_tokens": 8}
     options |= {
         "trainer__drafter__learning_rate": 3e-3,
         "trainer__drafter__share": 1.0,

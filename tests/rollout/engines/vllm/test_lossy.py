@@ -196,7 +196,7 @@ def test_the_options_of_a_run_route_alike_on_both_engines(tmp_path):
     shortened(model, 4).save_pretrained(tmp_path)
     routing = RoutedConfig(threshold=6.0, separators=["\\n"], max_step_tokens=40)
     config = RolloutConfig(acceptance="routed", drafter=str(tmp_path), routed=routing, max_new_tokens=40)
-    config.vllm.kv_cache_mb, eos_ids = 16, frozenset({tokenizer.eos_token_id})
+    config.kv_cache_mb, eos_ids = 16, frozenset({tokenizer.eos_token_id})
     prompt = tokenizer("Tom has 30 pens. He buys 12. How many pens does Tom have now?\n").input_ids
     texts = []
     for engine in ("transformers", "vllm"):
