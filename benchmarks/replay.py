@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from specrl.config.load import run
 from specrl.config.options import ConfigError
 from specrl.results import tables
-from specrl.results.records import find_run, run_option
+from specrl.results.records import find_run
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter, propose
 from specrl.rollout.sections import SOURCES, doc, unknown_name
@@ -32,7 +32,7 @@ COLUMNS = ("window", "passes", "slowest", "tokens/pass", "drafted", "accepted", 
 
 @dataclass
 class ReplayOptions:
-    run: str = run_option("run directory, or the name of a run in outputs")
+    run: str = doc("", "run directory, or the name of a run in outputs")
     sources: list[str] = doc([*SOURCES], "texts to draft from, as in rollout.sources")
 
 

@@ -32,7 +32,6 @@ class Option:
     help: str = ""
     limits: tuple[float, float] = (0, math.inf)
     """The smallest and the largest legal number."""
-    resume: str = ""
     only: str = ""
     also: tuple[str, ...] = ()
     """Other names that people try, which get this one suggested."""
@@ -68,7 +67,7 @@ class Option:
         """The value that a text means, or a list or mapping of texts. Raises ValueError for another type."""
         if self.container is list and isinstance(text, list):
             return [self._parse(item) for item in text]
-        if self.container is dict and self.fits(text):
+        if self.container is dict and self.fits(text) and all(text.values()):  # `{a:b}` names a variable without value
             return text
         if self.container:
             raise ValueError(f"{text!r} is no {self.container.__name__}")
@@ -112,19 +111,19 @@ def _is(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def walk(schema: type, prefix: str = "", resume: str = "", only: str = "") -> Iterator[Option]:
+def walk(schema: type, prefix: str = "", only: str = "") -> Iterator[Option]:
     """Every field below a dataclass in the order of declaration, each section before its options.
 
-    Options without `resume` or `only` take those of their section.
+    Options without `only` take that of their section.
     """
     kinds = get_type_hints(schema)
     for field in fields(schema):
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        metadata = {"resume": resume, "only": only, **field.metadata}
+        metadata = {**field.metadata, "only": field.metadata.get("only") or only}
         option = Option(prefix + field.name, kinds[field.name], default, **metadata)
         yield option
         if option.is_section:
-            yield from walk(option.type, f"{option.key}.", option.resume, option.only)
+            yield from walk(option.type, f"{option.key}.", option.only)
 
 
 def options(schema: type) -> dict[str, Option]:

@@ -26,13 +26,11 @@ class RolloutConfig:
         "which draft tokens are accepted. exact: those that plain decoding would sample; off: no drafts. Lossy rules: "
         "lenient (SPEC-RL as published), judged (also tokens that a judge allows), routed (reasoning steps of "
         "rollout.drafter that a router allows)",
-        resume="acceptance",
     )
     ahead: Literal["auto", "off"] = doc(
         "auto",
         "auto: idle rollout workers begin the next batch, and the new weights verify its text (docs/ahead.md); needs "
         "acceptance=exact and workers with CPUs or GPUs of their own",
-        resume="free",
     )
     replay: float = doc(
         0.0,
@@ -52,40 +50,33 @@ class RolloutConfig:
         "that response after it; earlier: the prompt's other stored responses; prompt: the prompt; group: its "
         "responses in this rollout; contexts: n-grams of all prompts' texts; redraw: what the last pass sampled after "
         "a mismatch",
-        resume="drafts",
     )
     drafter: str = doc(
         "",
         "draft model for rows that left their previous responses: a directory with a model or a head; head: a new "
         "head, for co-training. engine=vllm: a directory (runner v2)",
-        resume="drafts",
     )
-    drafter_vocab: int = doc(
-        32_768, "most frequent ids of the run that the draft model may propose; 0 is all", resume="drafts"
-    )
-    rows_per_batch: int = doc(256, "most rows decoded at once; fewer if memory is short", low=1, resume="free")
-    tokens_per_pass: int = doc(4096, "maximum tokens of a forward pass, which limits its memory", low=1, resume="free")
-    logits_mb: int = doc(256, "memory for logits and noise in MB; larger passes are split", low=1, resume="free")
+    drafter_vocab: int = doc(32_768, "most frequent ids of the run that the draft model may propose; 0 is all")
+    rows_per_batch: int = doc(256, "most rows decoded at once; fewer if memory is short", low=1)
+    tokens_per_pass: int = doc(4096, "maximum tokens of a forward pass, which limits its memory", low=1)
+    logits_mb: int = doc(256, "memory for logits and noise in MB; larger passes are split", low=1)
     tie_margin: float = doc(1e-4, "score gap below which a separate pass decides between two tokens (fp32); 0 is off")
     kv_cache_mb: int = doc(
         0,
         "memory of the KV cache in MB; 0: what is free; with engine=vllm memory_utilization on a GPU, 512 on a CPU",
-        resume="free",
     )
     measure_every: int = doc(
         10,
         "every N rollouts also decode without drafts under the same keys, to compare tokens and measure spec/speedup; "
         "0 is never",
-        resume="free",
     )
     twin: str = doc(
         "",
         "run with the same seed and cache.log=true, or its directory, whose texts under the same keys are the first "
         "drafts (docs/sweeps.md)",
-        resume="drafts",
     )
-    cache: CacheConfig = doc(CacheConfig, "stored responses", resume="free")
-    budget: BudgetConfig = doc(BudgetConfig, "how many tokens are drafted", resume="free")
+    cache: CacheConfig = doc(CacheConfig, "stored responses")
+    budget: BudgetConfig = doc(BudgetConfig, "how many tokens are drafted")
     judged: JudgedConfig = doc(JudgedConfig, "mismatching draft tokens that acceptance=judged accepts")
     routed: RoutedConfig = doc(RoutedConfig, "reasoning steps that acceptance=routed accepts")
     vllm: VLLMConfig = doc(VLLMConfig, "options of engine=vllm")

@@ -9,18 +9,16 @@ from math import inf
 from typing import Any, Literal
 
 
-def doc(default: Any, help: str, *, low: float = 0, high: float = inf, **scope: str) -> Any:
+def doc(default: Any, help: str, *, low: float = 0, high: float = inf, only: str = "") -> Any:
     """A dataclass field with the metadata of an option or of a section.
 
     Args:
         default: the default value, or the dataclass of a section.
         help: one phrase for `help=KEY` and docs/configuration.md.
         low, high: the smallest and the largest legal number.
-        scope: `resume`, a key of MAY_CHANGE (specrl/config/rules.py), says when the option may change on resume; by
-            default never. `only` names the algorithm that reads the option: ppo, or grpo for grpo and dapo. The options
-            of a section inherit both.
+        only: the algorithm that reads the option: ppo, or grpo for grpo and dapo. The options of a section inherit it.
     """
-    metadata = {"help": help, "limits": (low, high), **scope}
+    metadata = {"help": help, "limits": (low, high), "only": only}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     if isinstance(default, list | dict):
@@ -46,7 +44,6 @@ class CacheConfig:
         512,
         "memory limit of the stored responses in MB (2^20 bytes); the least recently sampled prompts are evicted",
         low=1,
-        resume="old text",
     )
     start_from: str = doc("", "stored responses to start with, such as the directory `trajectories` of an earlier run")
     log: bool = doc(False, "keep every response by its key in the run's `texts`, for rollout.twin and for resumes")
@@ -56,7 +53,7 @@ class CacheConfig:
 
 @dataclass
 class BudgetConfig:
-    window: int = doc(0, "draft tokens per row and pass; 0 chooses by measured cost and acceptance", resume="drafts")
+    window: int = doc(0, "draft tokens per row and pass; 0 chooses by measured cost and acceptance")
 
 
 @dataclass

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
-from specrl.results.records import find_run, run_option
+from specrl.results.records import find_run
 from specrl.rollout.sections import doc
 from specrl.rollout.types import CacheError, RolloutError
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class EvaluateConfig(Config):
-    run: str = run_option("run directory, or the name of a run in outputs: its config and, without model=, its model")
+    run: str = doc("", "run directory, or the name of a run in outputs: its config and, without model=, its model")
     samples: int = doc(8, "responses per prompt; where a reward is verifiable, pass@k for k = 1, 2, 4 ... up to this")
     split: Literal["test", "train"] = doc("test", "role of the prompts: test or train")
 

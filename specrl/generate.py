@@ -13,13 +13,12 @@ from typing import ClassVar, Literal
 from specrl.config import load as cli
 from specrl.config.schema import Config
 from specrl.evaluate import of_run
-from specrl.results.records import run_option
 from specrl.rollout.sections import doc
 
 
 @dataclass
 class GenerateConfig(Config):
-    run: str = run_option("run directory, or the name of a run in outputs: its config and, without model=, its model")
+    run: str = doc("", "run directory, or the name of a run in outputs: its config and, without model=, its model")
     prompt: str = doc("", "text to answer; empty takes prompts of the test split")
     prompts: int = doc(2, "prompts of the test split to answer")
 

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 from specrl.config.load import run as run_command
 from specrl.config.options import ConfigError
-from specrl.results.records import run_option
 from specrl.rollout.sections import doc
 
 
 @dataclass
 class ReportOptions:
-    run: str = run_option("run directory, or the name of a run in outputs")
+    run: str = doc("", "run directory, or the name of a run in outputs")
     baseline: str = doc("", "run with rollout.acceptance=off, for the speedup, or with the same seed, for the reward")
     plots: bool = doc(True, "draw the picture when matplotlib is installed")
 

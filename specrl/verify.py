@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from specrl.config.load import RUN_ERROR, load_saved
 from specrl.config.load import run as run_command
 from specrl.config.options import ConfigError
-from specrl.results.records import counted, find_run, run_option
+from specrl.results.records import counted, find_run
 from specrl.rollout.sections import doc
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ NOT_SHOWN = (
 
 @dataclass
 class VerifyOptions:
-    run: str = run_option("run directory, or the name of a run in outputs")
+    run: str = doc("", "run directory, or the name of a run in outputs")
     step: int = doc(-1, "step whose rollout is checked; -1 is the last one that can be", low=-1)
     rows: int = doc(0, "rows to decode, from the first on; 0 is all")
 

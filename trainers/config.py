@@ -39,10 +39,10 @@ class TrainerConfig:
     learning_rate: float = doc(1e-6, "AdamW learning rate")
     lr_schedule: Literal["constant", "linear", "cosine"] = doc("constant", "learning-rate schedule")
     warmup_steps: int = doc(0, "optimiser steps of linear warm-up")
-    epochs: int = doc(1, "passes over the training prompts; an incomplete last batch is dropped", resume="length")
-    max_steps: int = doc(0, "stop after this many optimiser steps; 0 runs all epochs", resume="length")
+    epochs: int = doc(1, "passes over the training prompts; an incomplete last batch is dropped")
+    max_steps: int = doc(0, "stop after this many optimiser steps; 0 runs all epochs")
     prompts_per_step: int = doc(8, "prompts per rollout, each with rollout.group_size rows", low=1)
-    rows_per_pass: int = doc(0, "rows per forward and backward pass of the update; 0 is all", resume="free")
+    rows_per_pass: int = doc(0, "rows per forward and backward pass of the update; 0 is all")
     updates_per_rollout: int = doc(1, "optimiser passes over a rollout batch (mu); above 1 is off-policy", low=1)
     minibatches: int = doc(1, "optimiser steps of a pass over the rollout batch (ppo)", low=1, only="ppo")
     clip: float | Literal["auto"] = doc(
@@ -91,18 +91,15 @@ class TrainerConfig:
         "bf16: fp32 weights and optimiser, bf16 autocast, a bf16 copy for rollouts; pure_bf16: bf16 weights too, which "
         "hardly move at small learning rates",
     )
-    gradient_checkpointing: bool = doc(False, "recompute activations in backward, to save memory", resume="free")
-    save_every: int = doc(0, "steps between checkpoints; 0 saves only at the end", resume="free")
-    keep_checkpoints: int = doc(2, "newest checkpoints to keep", low=1, resume="free")
-    eval_every: int = doc(
-        0, "steps between evaluations on the test split; 0: only before and after training", resume="free"
-    )
-    eval_prompts: int = doc(64, "prompts of the test split per evaluation; 0 skips evaluation", resume="free")
+    gradient_checkpointing: bool = doc(False, "recompute activations in backward, to save memory")
+    save_every: int = doc(0, "steps between checkpoints; 0 saves only at the end")
+    keep_checkpoints: int = doc(2, "newest checkpoints to keep", low=1)
+    eval_every: int = doc(0, "steps between evaluations on the test split; 0: only before and after training")
+    eval_prompts: int = doc(64, "prompts of the test split per evaluation; 0 skips evaluation")
     log_completions_every: int = doc(
         10,
         "steps between console samples and between files in completions/; the first and last step always write one",
         low=1,
-        resume="free",
     )
     drafter: DrafterConfig = doc(DrafterConfig, "co-training of the draft model")
     critic: CriticConfig = doc(CriticConfig, "the value function of algorithm=ppo with advantage=gae", only="ppo")

@@ -58,13 +58,7 @@ def main(config: VLLMHeadConfig) -> int:
     lines = []
     for name, (head, sources) in KINDS.items():
         vllm = replace(made.config.rollout.vllm, runner="v2")
-        terms = {
-            "engine": "vllm",
-            "drafter": config.drafter * head,
-            "sources": list(sources),
-            "vllm": vllm,
-            "kv_cache_mb": 256,
-        }
+        terms = {"engine": "vllm", "drafter": config.drafter * head, "sources": list(sources), "vllm": vllm}
         theirs = replace(made.config, rollout=replace(made.config.rollout, **terms, kv_cache_mb=256))
         bench = pair.Bench(made.model, made.spec.eos_ids, theirs, made.rows, {}, made.weights["newer"])
         for line in cells(bench, config.rows, old, learnt, passes, clock):

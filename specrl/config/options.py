@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
@@ -37,35 +36,10 @@ def parse(argv: Iterable[str]) -> dict[str, str]:
     return texts
 
 
-class _TextLoader(yaml.SafeLoader):
-    """Safe YAML whose scalars stay text, because the type of the option decides what `no`, `off` or `007` mean."""
-
-    yaml_implicit_resolvers: ClassVar[dict] = {}
-
-    def compose_node(self, parent, index):
-        """Refuses aliases, which can make a short file endless, and tags, which would decide the type."""
-        event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent) or event.tag is not None:
-            raise yaml.composer.ComposerError(None, None, "aliases and tags are not supported", event.start_mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node, deep=False):
-        """Refuses a key that occurs twice."""
-        names = []
-        for key, _ in node.value:
-            if key.value in names:
-                raise yaml.constructor.ConstructorError(None, None, f"'{key.value}' is given twice", key.start_mark)
-            names.append(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_TextLoader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|)$"), ["~", "n", ""])
-
-
 def read_yaml(text: str, source: str) -> Any:
-    """YAML as dicts, lists, texts and None. `source` is named in errors."""
+    """YAML as dicts, lists and texts, as the option decides what `no`, `off` or `007` mean. Errors name `source`."""
     try:
-        return yaml.load(text, _TextLoader)
+        return yaml.load(text, yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
@@ -80,12 +54,7 @@ def read_file(path: Path, schema: type) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise ConfigError(f"Cannot read {path}: {reason}.") from error
-    flat: dict[str, Any] = {}
-    for key, value in _flatten(tree, str(path), sections(schema)):
-        if key in flat:
-            raise ConfigError(f"{path}: {key} is given twice. Keep one.")
-        flat[key] = value
-    return flat
+    return dict(_flatten(tree, str(path), sections(schema)))
 
 
 def _flatten(tree: Any, source: str, known: Iterable[str], prefix: str = "") -> Iterator[tuple[str, Any]]:

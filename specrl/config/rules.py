@@ -6,7 +6,7 @@ A message names the value, the reason and the nearest legal value; in it `<key>`
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -209,32 +209,43 @@ class Change(NamedTuple):
     old: Any
     new: Any
     matters: bool
-    """Whether the two runs would train differently, so that a resume must refuse the change."""
+    """See `matters`."""
 
     def __str__(self) -> str:
         return f"{self.key}: {plain(self.old)} -> {plain(self.new)}"
 
 
-MAY_CHANGE: dict[str, Callable[[Config, Config], bool]] = {
-    "": lambda old, new: False,
-    "free": lambda old, new: True,
-    "acceptance": lambda old, new: {old.rollout.acceptance, new.rollout.acceptance} <= {"exact", "off"},
-    "drafts": lambda old, new: new.rollout.acceptance not in ("judged", "routed"),  # which accept drafted text
-    "old text": lambda old, new: not new.rollout.accepts_old_text,
-    "length": lambda old, new: new.trainer.lr_schedule == "constant",
+MAY_CHANGE = {
+    *("output_dir", "resume", "device", "cluster", "report", "rollout.cache"),
+    *(f"rollout.{name}" for name in ("ahead", "measure_every", "rows_per_batch", "tokens_per_pass", "logits_mb")),
+    *("rollout.kv_cache_mb", "trainer.rows_per_pass", "trainer.gradient_checkpointing", "trainer.save_every"),
+    *("trainer.keep_checkpoints", "trainer.eval_every", "trainer.eval_prompts", "trainer.log_completions_every"),
+    *(f"reward.{name}" for name in ("timeout_s", "memory_mb", "workers", "start_timeout_s", "max_failure_ratio")),
 }
-"""Whether an option may change on resume, by the `resume` of its field."""
+"""Options and sections that a resume may change: they decide where and how fast a run goes on, and what it keeps."""
+DRAFTS = {f"rollout.{name}" for name in ("sources", "drafter", "drafter_vocab", "twin", "budget.window")}
+"""Options that decide what is drafted."""
+LENGTH = {"trainer.epochs", "trainer.max_steps"}
+
+
+def matters(key: str, old: Config, new: Config) -> bool:
+    """Whether runs that differ in this option would train differently, so that a resume must refuse the change."""
+    if key == "rollout.acceptance":
+        return not {old.rollout.acceptance, new.rollout.acceptance} <= {"exact", "off"}
+    if key in DRAFTS:
+        return new.rollout.acceptance in ("judged", "routed")  # which accept drafted text
+    if key == "rollout.cache.max_mb":
+        return new.rollout.accepts_old_text
+    if key in LENGTH:
+        return new.trainer.lr_schedule != "constant"
+    return not {key, key.rpartition(".")[0]} & MAY_CHANGE
 
 
 def differences(old: Config, new: Config) -> list[Change]:
     """Every option that differs between two configs, in the order of declaration."""
     before = values(old)
     after = values(new)
-    return [
-        Change(key, before[key], after[key], matters=not MAY_CHANGE[option.resume](old, new))
-        for key, option in options(Config).items()
-        if before[key] != after[key]
-    ]
+    return [Change(key, before[key], after[key], matters(key, old, new)) for key in before if before[key] != after[key]]
 
 
 def same_settings(saved: Config, now: Config) -> None:
@@ -243,7 +254,7 @@ def same_settings(saved: Config, now: Config) -> None:
     if not changed:
         return
     rule = ""
-    if any(options(Config)[change.key].resume == "length" for change in changed):
+    if any(change.key in LENGTH for change in changed):
         rule = (
             f"trainer.lr_schedule={now.trainer.lr_schedule} spreads the learning rate over the length a run began "
             "with; only trainer.lr_schedule=constant can be made longer or shorter. Ctrl-C or SIGTERM ends a run "

@@ -69,15 +69,13 @@ class ReportConfig:
 @dataclass
 class Config:
     name: str = doc("", "name of the run and its directory; by default the config's")
-    output_dir: str = doc("outputs", "directory of the run directories", resume="free")
+    output_dir: str = doc("outputs", "directory of the run directories")
     seed: int = doc(0, "seed of weights, data order and rollout noise", high=2**32 - 1)
-    resume: Literal["no", "auto"] = doc(
-        "no", "auto: continue from the newest checkpoint of this name, if there is one", resume="free"
-    )
+    resume: Literal["no", "auto"] = doc("no", "auto: continue from the newest checkpoint of this name, if there is one")
     model: str = doc("tiny", "policy: tiny or tiny_tools (included, no download), a hub id or a local directory")
     tokenizer: str = doc("", "hub id or local directory; empty uses the model's")
     revision: str = doc("", "branch, tag or commit of the model on the hub")
-    device: str = doc("auto", "auto, cpu, cuda or cuda:N", resume="free")
+    device: str = doc("auto", "auto, cpu, cuda or cuda:N")
     data: str = doc(
         "arithmetic",
         "arithmetic (generated), gsm8k, math500, deepscaler, deepmath, dapo_math, a hub id, a .jsonl/.parquet file or "
@@ -88,8 +86,8 @@ class Config:
     rollout: RolloutConfig = doc(RolloutConfig, "generation and reuse of responses")
     trainer: TrainerConfig = doc(TrainerConfig, "the policy-gradient update, checkpoints and evaluation")
     reward: RewardConfig = doc(RewardConfig, "how responses are scored")
-    cluster: ClusterConfig = doc(ClusterConfig, "rollout workers on a Ray cluster", resume="free")
-    report: ReportConfig = doc(ReportConfig, "the final report and trackers", resume="free")
+    cluster: ClusterConfig = doc(ClusterConfig, "rollout workers on a Ray cluster")
+    report: ReportConfig = doc(ReportConfig, "the final report and trackers")
 
     scores: ClassVar[bool] = True
     """Whether the command computes rewards."""

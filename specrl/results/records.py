@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -28,8 +28,6 @@ EVALUATION_COST = (
 """Metrics of an evaluation that say nothing about the policy."""
 OF_STEPS = {"reward", "timing_s/gen", "timing_s/step"}
 """Metrics that make a record one of an optimiser step. Between two rollouts, steps have their time only."""
-RUN_WORDS = ("path", "dir", "directory", "run_dir", "name")
-"""Option names for which the error message suggests `run`."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +104,6 @@ def find_run(name: str | Path) -> Path:
         near = get_close_matches(Path(name).name, known, 1, cutoff=0.3)
         raise ConfigError(f"No run at {name}." + (f" Did you mean {known[near[0]]}?" if near else " Give run=DIR."))
     return path
-
-
-def run_option(help: str) -> Any:
-    """The option `run` of a command, as a dataclass field."""
-    return field(default="", metadata={"help": help, "also": RUN_WORDS})
 
 
 def read_records(path: str | Path) -> tuple[list[dict], int]:

@@ -492,7 +492,7 @@ def test_command_line(tmp_path, capsys):
     for words, part in (
         ([f"run={tmp_path / 'b'}"], f"No run at {tmp_path / 'b'}."),
         ([], "run=outputs/grpo_math"),
-        ([f"path={run}"], "Did you mean 'run'?"),
+        ([f"path={run}"], "Unknown option 'path'."),
     ):
         assert run_command(report.main, words, ReportOptions) == 2
         assert part in capsys.readouterr().err
