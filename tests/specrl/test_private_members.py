@@ -10,7 +10,7 @@ FOREIGN = {
     *("_generate_and_score_completions", "_get_per_token_logps_and_entropies", "_compute_loss"),  # of TRL's trainers
     *("_generate", "_generate_single_turn"),  # the same
     "_attn_implementation",  # transformers
-    *("_preempt_request", "_verify", "_sample_random", "_get_logprobs_tensors"),  # vLLM
+    *("_preempt_request", "_run_model", "_verify", "_sample_random", "_get_logprobs_tensors"),  # vLLM
     *("_private", "_global_node"),  # Ray
     *("_patch_lang", "_get_np_dtype"),  # Triton's interpreter
     *("_asdict", "_replace"),  # of every named tuple
