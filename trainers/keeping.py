@@ -8,6 +8,7 @@ from accelerate.utils import gather_object
 
 from specrl.rollout.cache.log import ResponseLog
 from specrl.rollout.cache.memory import TrajectoryCache
+from specrl.rollout.planned import Domain
 from specrl.rollout.receipts import Receipts, receipts_of
 from specrl.rollout.reduction import Metric
 from specrl.rollout.speculative import SpeculativeRollout
@@ -21,19 +22,29 @@ class Keeping:
     log: ResponseLog | None = None
     receipts: Receipts | None = None
 
-    def keep(self, sampled: Generated, source: SpeculativeRollout, step: int) -> None:
-        """Adds the responses of all processes, and charges the time to the batch. Collective."""
-        if source.cache is None and self.log is None and self.receipts is None:
+    def keep(
+        self, sampled: Generated, source: SpeculativeRollout, step: int, number: int, domain: Domain = "rollout"
+    ) -> None:
+        """Adds the responses of all processes, and charges the time to the batch. Collective.
+
+        Args:
+            step: of the trainer.
+            number: of the rollout, by which the log and the receipts are numbered.
+            domain: training is kept everywhere, an evaluation in its cache alone.
+        """
+        cache = source.cache if domain == "rollout" else source.evaluations
+        log, receipts = (self.log, self.receipts) if domain == "rollout" else (None, None)
+        if cache is None and log is None and receipts is None:
             return
         entries = source.entries(sampled.rows, sampled.batch, step=step, rewards=sampled.rewards)
         with sampled.batch.charge_store():
             entries = gather_object(entries)
-            if source.cache is not None:
-                source.cache.merge(entries)
-            if self.log is not None:
-                self.log.add(step, entries)
-            if self.receipts is not None:
-                self.receipts.add(step, gather_object(receipts_of(sampled.rows, sampled.batch)))
+            if cache is not None:
+                cache.merge(entries)
+            if log is not None:
+                log.add(number, entries)
+            if receipts is not None:
+                receipts.add(number, gather_object(receipts_of(sampled.rows, sampled.batch)))
 
     def stats(self, source: SpeculativeRollout) -> dict[str, Metric]:
         """Sizes and losses of the cache, the twin and the log."""

@@ -209,7 +209,7 @@ class Rollouts:
         sampled = self.sampled_batch
         rows, batch, rewards = sampled.generated
         spread = diversity(sampled.generated, self.source.cache) if self._control.due else {}
-        self._setup.keeping.keep(sampled.generated, self.source, self.version)
+        self._setup.keeping.keep(sampled.generated, self.source, self.version, number=self.version)
         # a process that does not use a source still counts towards that source's share of all tokens
         for name in gather_object(list(batch.stats.sources)):
             batch.stats.sources.setdefault(name, (0, 0))

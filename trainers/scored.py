@@ -7,27 +7,29 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from specrl.rollout.types import RolloutBatch, RolloutError, Row
-from specrl.trainers.turns import Turn
 
 
 class Generated(NamedTuple):
-    """What the engine generated, with the costs: of conversations the rows of all turns, turn by turn."""
+    """What the engine generated, with the costs: one turn of a batch, or all of them, turn by turn."""
 
     rows: list[Row]
     batch: RolloutBatch
     rewards: list[float | None]
     """None for turns, as only their conversation has one."""
 
+    @property
+    def tokens(self) -> int:
+        """Of its responses."""
+        return sum(len(c.tokens) for c in self.batch.completions)
+
+    @classmethod
+    def turn(cls, rows: list[Row], batch: RolloutBatch) -> Generated:
+        """A turn of some conversations."""
+        return cls(rows, batch, [None] * len(rows))
+
     def later(self, other: Generated) -> Generated:
         """With what was generated afterwards."""
         return Generated(self.rows + other.rows, self.batch + other.batch, self.rewards + other.rewards)
-
-    @classmethod
-    def of_turns(cls, turns: Sequence[Turn]) -> Generated:
-        """The rows of all turns of some conversations."""
-        first, *later = turns
-        rows = [row for turn in turns for row in turn.rows]
-        return cls(rows, sum((turn.batch for turn in later), first.batch), [None] * len(rows))
 
 
 @dataclass

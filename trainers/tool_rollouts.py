@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 from specrl.rollout.reduction import Metric
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, Row
 from specrl.trainers.conversations import Conversation, Tools, converse
 from specrl.trainers.scored import Generated, check_batch
-from specrl.trainers.turns import Turn, by_turn
+from specrl.trainers.turns import by_turn
 
 
 class ToolRollouts:
@@ -38,7 +39,7 @@ class ToolRollouts:
 
         Args: announce: announces the first turns of the next batch, in each turn of this one.
         """
-        turns: list[Turn] = []
+        turns: list[Generated] = []
 
         def respond(going: list[Conversation], rows: list[Row]) -> list[Completion]:
             announce()
@@ -49,10 +50,10 @@ class ToolRollouts:
                 sample_indices=[conversation.sample_index for conversation in going],
             )
             check_batch(batch, len(rows), step)
-            turns.append(Turn(rows, batch, step, training=True))
+            turns.append(Generated.turn(rows, batch))
             return batch.completions
 
         columns = zip(rows, sample_indices, visits, strict=True)
         begun = [Conversation(row.example_id, i, visit, len(row.prompt), [*row.prompt]) for row, i, visit in columns]
         converse(begun, respond, self._tools, max_turns=self._max_turns, max_tokens=self._source.config.max_new_tokens)
-        return begun, Generated.of_turns(turns), by_turn(turns) | self._tools.take_metrics(len(begun))
+        return begun, reduce(Generated.later, turns), by_turn(turns) | self._tools.take_metrics(len(begun))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from specrl.rollout.build import build_engine
-from specrl.rollout.cache.log import ResponseLog, open_log
+from specrl.rollout.cache.log import open_log
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache, load
 from specrl.rollout.config import RolloutConfig
+from specrl.rollout.control import Control
 from specrl.rollout.engines.base import EngineSpec
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.keys import Visits
+from specrl.rollout.metrics import rollout_metrics
 from specrl.rollout.planned import Domain
 from specrl.rollout.reduction import Metric, merged
 from specrl.rollout.speculative import SpeculativeRollout
@@ -27,8 +30,10 @@ from specrl.trainers.checkpoint import EVALUATIONS
 from specrl.trainers.conversations import Conversation, begin, match
 from specrl.trainers.grpo.limits import INSTALL, check_trainer
 from specrl.trainers.grpo.vllm import TRLEngine
+from specrl.trainers.keeping import Keeping
+from specrl.trainers.scored import Generated
 from specrl.trainers.tools import ToolResults
-from specrl.trainers.turns import Turn, control_metrics, turn_metrics
+from specrl.trainers.turns import logged
 from specrl.trainers.weights import check_shared
 
 STATE = "specrl"
@@ -58,14 +63,14 @@ class Reuse:
         )
         self._rollout: SpeculativeRollout | None = None
         self._visits = {"rollout": Visits(), "eval": Visits()}
-        self._log: ResponseLog | None = None
+        self._control: Control
+        self._keeping = Keeping()
         self._context = 0
         """Most tokens of a prompt and its response, once the engine is open."""
-        self._batches = 0
-        """Training batches so far, which decide about control steps."""
         self._resumed = False
         self._conversations: list[Conversation] = []
-        self.turns: list[Turn] = []
+        self._domain: Domain = "rollout"
+        self.turns: list[Generated] = []
         """Of the latest batch of this process, with what was reused and what it cost."""
 
     @property
@@ -95,7 +100,7 @@ class Reuse:
         """
         number = len(self.turns)
         trainer, rollout = self.trainer, self.rollout
-        domain: Domain = "rollout" if trainer.model.training else "eval"  # TRL's own criterion
+        domain = self._domain = "rollout" if trainer.model.training else "eval"  # TRL's own criterion
         if number == 0:
             process = trainer.accelerator.process_index
             self._conversations = begin(prompts, self._visits[domain], gather_object, process)
@@ -114,7 +119,7 @@ class Reuse:
                 sample_indices=[conversations[i].sample_index for i in active],
                 domain=domain,
             )
-        self.turns.append(Turn([rows[i] for i in active], batch, step, training=domain == "rollout"))
+        self.turns.append(Generated.turn([rows[i] for i in active], batch))
         completions = [_empty(step) for _ in rows]
         for i, completion in zip(active, batch.completions, strict=True):
             completions[i] = completion
@@ -127,46 +132,25 @@ class Reuse:
         if not self.turns:
             raise RolloutError(f"TRL generated a batch without the method that reusing() overrides. {INSTALL}")
         trainer, rollout = self.trainer, self.rollout
-        training = self.turns[0].training
-        cache = rollout.cache if training else rollout.evaluations
-        if cache is not None or self._log is not None:
-            entries = [entry for turn in self.turns for entry in turn.entries(rollout)]
-            with self.turns[0].batch.charge_store():
-                entries = gather_object(entries)
-                if cache is not None:
-                    cache.merge(entries)
-                if self._log is not None and training:
-                    self._log.add(self._batches, entries)
-        metrics = turn_metrics(self.turns) | self._kept() | self.results.take_metrics()
-        if training:
-            self._batches += 1
-            every = self.config.measure_every
-            if every and self._batches % every == 0 and self.config.acceptance == "exact":
-                metrics |= self._measure()
-        state = {"visits": {"rollout": self._visits["rollout"].state()}, "batches": self._batches}
+        sampled = reduce(Generated.later, self.turns)
+        step = rollout.engine.weight_version
+        self._keeping.keep(sampled, rollout, step, number=self._control.rollouts, domain=self._domain)
+        if self._domain == "eval":
+            metrics = rollout_metrics(sampled.batch)
+        else:
+            if self._control.due and isinstance(rollout.engine, TRLEngine):
+                rollout.engine.reset_cache()
+            with self._autocast():
+                metrics = self._control(*sampled, step=step)
+        metrics = logged(metrics | self._keeping.stats(rollout), self.turns) | self.results.take_metrics()
+        state = {"visits": {"rollout": self._visits["rollout"].state()}, "batches": self._control.rollouts}
         trainer.state.stateful_callbacks[STATE] = state  # saved in every checkpoint
         for name, value in merged(gather_object([metrics]), Metric.beside).items():
             trainer._log_metric(name, float(value))  # TRL keeps evaluation apart
 
-    def _kept(self) -> dict[str, Metric]:
-        """Sizes and losses of the log and the twin."""
-        parts = [part.stats() for part in (self._log, self.rollout.twin) if part is not None]
-        return {name: value for part in parts for name, value in part.items()}
-
     def evaluated(self) -> None:
         """TRL has ended an evaluation: the next one has the same keys, and drafts from this one's texts."""
         self._visits["eval"] = Visits()
-
-    def _measure(self) -> dict[str, Metric]:
-        trainer, engine = self.trainer, self.rollout.engine
-        if isinstance(engine, TRLEngine):
-            engine.reset_cache()
-        exact_bits = trainer.model.dtype == torch.float32 and trainer.accelerator.device.type == "cpu"
-        keeps_all_tokens = (self.config.top_p, self.config.top_k) == (1.0, 0)  # else rounding can change which are kept
-        same_numerics = not trainer.use_vllm and trainer.accelerator.mixed_precision == "no"
-        strict = exact_bits and keeps_all_tokens and same_numerics
-        with self._autocast():
-            return control_metrics(self.rollout, self.turns, strict=strict)
 
     def _row(self, conversation: Conversation, ids: Sequence[int], turn: int) -> Row:
         """The row of a turn, capped where TRL would cut the response: what is left of max_completion_length."""
@@ -199,14 +183,21 @@ class Reuse:
         self._vocab = engine.vocab
         cache = TrajectoryCache(Fingerprint(), max_mb=config.cache.max_mb)
         evaluations = TrajectoryCache(Fingerprint(), max_mb=config.cache.max_mb)
-        self._log, twin = open_log(
+        log, twin = open_log(
             Path(trainer.args.output_dir),
             Path(config.twin) if config.twin else None,
             config.cache,
             Fingerprint({"seed": str(trainer.args.seed), "vocabulary": str(engine.vocab)}),
             writes=trainer.accelerator.is_main_process,
         )
-        return SpeculativeRollout(engine, cache, config, trainer.args.seed, evaluations, twin)
+        self._keeping = Keeping(log)
+        rollout = SpeculativeRollout(engine, cache, config, trainer.args.seed, evaluations, twin)
+        exact_bits = trainer.model.dtype == torch.float32 and trainer.accelerator.device.type == "cpu"
+        keeps_all_tokens = (config.top_p, config.top_k) == (1.0, 0)  # else rounding can change which are kept
+        same_numerics = not trainer.use_vllm and trainer.accelerator.mixed_precision == "no"
+        strict = exact_bits and keeps_all_tokens and same_numerics
+        self._control = Control(rollout, _unscored, gather_object, strict=strict)
+        return rollout
 
     def _resume(self) -> None:
         """Restores the counts from the state of a resumed trainer, and trajectories from its output directory.
@@ -221,9 +212,9 @@ class Reuse:
             return
         state = trainer.state.stateful_callbacks.get(STATE, {})
         self._visits |= {name: Visits(counts) for name, counts in state.get("visits", {}).items()}
-        self._batches = state.get("batches", 0)
         home = _home(trainer.args, trainer.state)
         rollout = self.rollout
+        self._control.rollouts = state.get("batches", 0)
         if rollout.cache is not None:
             rollout.cache = self._loaded(home)
         if rollout.evaluations is not None:
@@ -267,3 +258,8 @@ def _home(args: TrainingArguments, state: TrainerState) -> Path:
 def _empty(version: int) -> Completion:
     """The response of a conversation that has no tokens left, which TRL leaves out."""
     return Completion([], [], [], [], finish="length", version=version, passes=0)
+
+
+def _unscored(rows: Sequence[Row], responses: Sequence[list[int]]) -> list[float | None]:
+    """TRL scores its own batch only, so there is no reuse gap."""
+    return [None] * len(rows)
