@@ -123,7 +123,7 @@ def test_malformed_entries_on_disk_are_dropped(tmp_path, caplog):
         ({"tokens": ()}, "it has no tokens"),
         ({"tokens": (5, 1000, EOS)}, "token id 1000 is outside 0..999"),
         ({"tokens": (5, -1, EOS)}, "token id -1 is outside"),
-        ({"tokens": (5, 6)}, "the last token is 6"),
+        ({"tokens": (5, 6)}, "finish is 'stop' but the last token is 6"),
         ({"finish": "length"}, "finish is 'length' but"),
         ({"logprobs": (-1.0, float("nan"))}, "log-prob nan"),
         ({"logprobs": (-1.0, float("-inf"))}, "log-prob -inf"),
