@@ -7,8 +7,7 @@ has stored, with the policy that the run ended with:
 
     python -m specrl.train_judge config=grpo_math model=outputs/run/model cache=outputs/run out=DIR
 
-The report compares, on held-out problems, exact verification, the head, a head trained on shuffled labels and, with a
-draft model, the KL rule.
+The report compares, on held-out problems, exact verification, the head and, with a draft model, the KL rule.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class TrainJudgeConfig(Config):
 
 
 def main(config: TrainJudgeConfig) -> int:
-    from specrl.lossy.judging import Drafted, compare, fit_judges, mismatches, read_cache
+    from specrl.lossy.judging import Drafted, compare, mismatches, read_cache, train
     from specrl.lossy.pair import load_pair
     from specrl.reward.loading import load_rewards
     from specrl.rollout.lossy.judge import Judge, JudgeHead, KLJudge
@@ -64,9 +63,9 @@ def main(config: TrainJudgeConfig) -> int:
             training = [Drafted(example, i) for i, example in enumerate(examples["train"])]
             held_out = [Drafted(example, i) for i, example in enumerate(examples["test"])]
         labels = mismatches(pair, training, rewards, config.mismatches)
-        judge, shuffled, report = fit_judges(labels, config, config.recall)
+        judge, report = train(labels, config, config.recall)
         exact = JudgeHead(judge.weight, judge.bias, 0.0)
-        rules: dict[str, Judge] = {"exact": exact, "judge": judge, "shuffled labels": shuffled}
+        rules: dict[str, Judge] = {"exact": exact, "judge": judge}
         if not config.cache:
             rules["KL rule"] = KLJudge()
         report["rules"] = compare(pair, rules, held_out, rewards)

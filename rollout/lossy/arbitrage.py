@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from specrl.rollout.engines.base import EngineSpec
 from specrl.rollout.lossy.pair import fingerprint, read_card
@@ -86,14 +86,18 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / max(1, len(values))
 
 
+def build_step_end(config: RoutedConfig, tokenizer: PreTrainedTokenizerBase, eos_ids: frozenset[int]) -> StepEnd:
+    """The end of steps of `rollout.routed`."""
+    return StepEnd(config.step_separators, tokenizer.decode, eos_ids, config.max_step_tokens, len(tokenizer))
+
+
 def build_router(config: RoutedConfig, spec: EngineSpec, scorer: Scorer | None) -> tuple[Router, StepEnd]:
     """The router of `rollout.routed`, and the end of its steps.
 
     Raises:
         RolloutError: no process reward for rsd, or a learned router of another pair.
     """
-    tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer or spec.model)
-    step_end = StepEnd(config.step_separators, tokenizer.decode, spec.eos_ids, config.max_step_tokens, len(tokenizer))
+    step_end = build_step_end(config, AutoTokenizer.from_pretrained(spec.tokenizer or spec.model), spec.eos_ids)
     if config.by == "likelihood":
         return by_likelihood(config.threshold), step_end
     if config.by == "rsd":

@@ -173,14 +173,3 @@ def usual_gaps(scores: Sequence[float], records: Sequence[Record], thresholds: i
         total = sum(sum(r.draft_logprobs) - sum(r.policy_logprobs) for r in kept)
         gaps.append(total / max(1, sum(len(r.draft_logprobs) for r in kept)))
     return gaps
-
-
-def curve(scores: Sequence[float], records: Sequence[Record]) -> list[dict[str, float]]:
-    """Mean value of the resulting steps if the policy writes a share of them, those with the highest scores."""
-    order = sorted(range(len(scores)), key=lambda i: -scores[i])
-    points = []
-    for tenth in range(11):
-        count = round(tenth * len(order) / 10)
-        values = [records[i].policy_value for i in order[:count]] + [records[i].draft_value for i in order[count:]]
-        points.append({"escalated": count / len(order), "value": sum(values) / len(values)})
-    return points

@@ -10,8 +10,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import torch
-
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.lossy.fit import Labels, fit_judge
@@ -139,27 +137,18 @@ def compare(pair: Pair, rules: Mapping[str, Judge], drafts: Sequence[Drafted], r
     return lines
 
 
-def fit_judges(labels: Labels, config: Config, recall: float) -> tuple[JudgeHead, JudgeHead, dict[str, Any]]:
-    """The judge, the same fit to shuffled labels as a control, and a report. A fifth of the problems is held out.
+def train(labels: Labels, config: Config, recall: float) -> tuple[JudgeHead, dict[str, Any]]:
+    """The judge and a report. A fifth of the problems is held out.
 
     Raises:
         ConfigError: too few mismatches of one class.
     """
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(config.seed))
     fit = fit_judge(labels, recall)
-    control = fit_judge(replace(labels, important=labels.important[order]), recall)
-    if fit is None or control is None:
+    important = int(labels.important.sum())
+    if fit is None:
         raise ConfigError(
-            f"{len(labels)} mismatches, {int(labels.important.sum())} of them important, are too few of one class to "
-            f"learn from. Raise dataset.train_size={config.dataset.train_size}, or take drafts that differ more."
+            f"{len(labels)} mismatches, {important} of them important, are too few of one class to learn from. "
+            f"Raise dataset.train_size={config.dataset.train_size}, or take drafts that differ more."
         )
     judge, area = fit
-    shuffled, shuffled_area = control
-    report = {
-        "mismatches": len(labels),
-        "important": int(labels.important.sum()),
-        "roc_auc": area,
-        "roc_auc_of_shuffled_labels": shuffled_area,
-        "threshold": judge.threshold,
-    }
-    return judge, shuffled, report
+    return judge, {"mismatches": len(labels), "important": important, "roc_auc": area, "threshold": judge.threshold}

@@ -11,11 +11,12 @@ from specrl.rollout.drafting.drafting import check_vocab
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import load_drafter
+from specrl.rollout.lossy.arbitrage import build_step_end
 from specrl.rollout.lossy.judge import Judge
 from specrl.rollout.lossy.judged import Judged
 from specrl.rollout.lossy.pair import fingerprint
 from specrl.rollout.lossy.routed import RoutedRollout
-from specrl.rollout.lossy.router import Router, StepEnd
+from specrl.rollout.lossy.router import Router
 from specrl.rollout.lossy.text import ReadOrVerify
 from specrl.rollout.types import RolloutError
 from specrl.run.policy import engine_spec, load_policy
@@ -39,12 +40,10 @@ class Pair:
         """Steps of the draft model, or of the policy where the router says so."""
         if self.draft is None:
             raise RolloutError("routing needs a draft model: set rollout.drafter")
-        options = self.config.rollout.routed
-        separators, decode = options.step_separators, self.tokenizer.decode
-        end = StepEnd(separators, decode, self.sampling.eos_ids, options.max_step_tokens, len(self.tokenizer))
         texts, draft = ReadOrVerify(), self.plain(self.draft)
-        limits = self.config.rollout
-        policy = TransformersEngine(self.policy, self.sampling, texts.rule, texts, limits)
+        rollout = self.config.rollout
+        policy = TransformersEngine(self.policy, self.sampling, texts.rule, texts, rollout)
+        end = build_step_end(rollout.routed, self.tokenizer, self.sampling.eos_ids)
         check_vocab(draft.vocab, policy.vocab)
         return RoutedRollout(policy, draft, router, end)
 

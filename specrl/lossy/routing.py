@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
-from specrl.lossy.fit import Record, accuracy_by_class, curve, logistic, usual_gaps
+from specrl.lossy.fit import Record, accuracy_by_class, logistic, usual_gaps
 from specrl.lossy.pair import Pair
 from specrl.reward.base import Sample
 from specrl.reward.prm import Prefix, TransformersPRM, monte_carlo
@@ -185,11 +185,5 @@ def train(learning: Sequence[Record], held_out: Sequence[Record], config: Config
         "steps": len(everything),
         "with_gain": sum(r.advantage > 0 for r in everything),
         "escalated_of_gain_kept_of_rest": accuracy_by_class(scores, advantages, 0.5),
-        "curves": {
-            "arbitrage": curve(scores, held_out),
-            "likelihood": curve([-min(r.policy_logprobs) for r in held_out], held_out),
-            "rsd on true values": curve([-r.draft_value for r in held_out], held_out),
-            "oracle": curve(advantages, held_out),
-        },
     }
     return {"weights": router, "usual_gaps": gaps, "report": report}
