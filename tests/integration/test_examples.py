@@ -50,6 +50,7 @@ def test_custom_engine(script):
     assert names["naive"].tokens == names["fast"].tokens
 
 
+@pytest.mark.slow
 def test_rollout_loop(script):
     names = script("rollout_loop.py")
     assert names["step"] == 2

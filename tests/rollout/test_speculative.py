@@ -354,6 +354,7 @@ def test_off_equals_exact_while_the_weights_change(epochs, replay):
     assert texts(exact)[0] != texts(exact)[1], "weights and keys do change the text"
 
 
+@pytest.mark.slow
 def test_other_weights_or_a_biased_rule_are_seen_by_the_same_comparison(epochs):
     exact = roll(epochs, None)
     assert texts(roll([epochs[0]] * 4, None)) != texts(exact), "stale weights"
@@ -410,6 +411,7 @@ def test_group_size_may_change(epochs):
     assert batch.stats.accepted > 0
 
 
+@pytest.mark.slow
 def test_the_cap_may_shrink_and_grow(epochs):
     """Case 16: caps 64 -> 16 -> 128. A truncated response is continued and never treated as finished."""
     caps = [64, 16, 128]
@@ -432,6 +434,7 @@ def test_the_cap_may_shrink_and_grow(epochs):
     assert all(c.finish == "length" or c.tokens[-1] in EOS for _, batch in visits for c in batch.completions)
 
 
+@pytest.mark.slow
 def test_sampling_settings_may_change_between_visits(epochs):
     """Case 20: old texts are only drafts, so a different distribution does not require different drafts."""
     laws = [{}, {"temperature": 0.6}, {"top_k": 4}, {"temperature": 0.0, "top_p": 0.7}]

@@ -160,6 +160,7 @@ def test_planted_faults_in_pages_are_found():
     assert not MACHINE_PATH.search("https://host/data/x and outputs/tmp/x")
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

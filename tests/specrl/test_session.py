@@ -36,6 +36,7 @@ def wrong(model, served):
     return [i for i, (row, want) in enumerate(zip(served, plain, strict=True)) if row[2] != want]
 
 
+@pytest.mark.slow
 def test_reuse_changes_how_many_passes_it_takes_and_nothing_else(build_model):
     session, keys = ReuseSession(seed=5), set()
     for number, seed in enumerate((0, 0, 3), start=1):
@@ -48,6 +49,7 @@ def test_reuse_changes_how_many_passes_it_takes_and_nothing_else(build_model):
     assert len(session.cache) == len(PROMPTS) * GROUP
 
 
+@pytest.mark.slow
 def test_a_server_that_verifies_no_text_is_found(build_model):
     session, model = ReuseSession(seed=5), build_model("llama")
     assert wrong(model, visit(session, model, 1, replaying=True)) == [], "nothing is stored yet"

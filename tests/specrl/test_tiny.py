@@ -69,6 +69,7 @@ def test_blur_changes_matrices_only_and_repeats():
         assert torch.equal(old, new) == (old.dim() == 1)
 
 
+@pytest.mark.slow
 def test_the_recipe_writes_the_same_file_twice(tmp_path):
     for name in ("one", "two"):
         make(Recipe(out=str(tmp_path / name), steps=3, batch=4))

@@ -115,6 +115,7 @@ def by_prompt(prompt: str, completion: str, answer: str | None) -> float:
     return float(sum(map(ord, prompt)) % 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_nothing_is_learned_where_every_group_is_alike(tmp_path, capsys, scale):
     options = {"trainer__scale_rewards": scale, "reward__functions": "[tests.specrl.test_train:by_prompt]"}
@@ -123,6 +124,7 @@ def test_nothing_is_learned_where_every_group_is_alike(tmp_path, capsys, scale):
     assert "Nothing is learned" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_a_run_that_learns_nothing_says_so_and_keeps_its_first_and_last_responses(tmp_path, capsys):
     rare = {"trainer__log_completions_every": 64}
     run(tmp_path, **SHORT | {"trainer__epochs": 3}, **rare, reward__functions="[tests.specrl.test_train:nothing]")
@@ -202,6 +204,7 @@ def test_max_steps_goes_beyond_the_epochs(tmp_path):
     assert [line["step"] for line in records(tmp_path / "run") if "eval/reward" in line] == [0, 5]
 
 
+@pytest.mark.slow
 def test_a_crash_before_the_first_checkpoint_leaves_each_step_once_after_the_resume(tmp_path, monkeypatch):
     options = {"trainer__max_steps": 4, "trainer__eval_prompts": 2}
 

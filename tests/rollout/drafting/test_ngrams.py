@@ -109,6 +109,7 @@ def test_what_is_no_token_id_is_never_found(odd):
     assert index.find([group], [[2, 9]]) == [NOT_FOUND]
 
 
+@pytest.mark.slow
 def test_an_index_is_full_at_some_size():
     index = NGrams()
     assert index.takes(1)

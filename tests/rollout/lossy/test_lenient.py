@@ -209,6 +209,7 @@ def test_the_rule_reports_the_log_probs_that_were_enumerated(lenience):
     assert seen >= {0, 3}
 
 
+@pytest.mark.slow
 def test_samples_of_the_rule_and_their_weights_over_many_keys():
     old, new = torch.tensor([[0.7, 0.1, 0.1, 0.05, 0.05], [0.05, 0.05, 0.1, 0.1, 0.7]]).double().log()
     p, q = new.exp(), old.exp()

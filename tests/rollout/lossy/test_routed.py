@@ -244,6 +244,7 @@ def test_a_token_that_may_end_a_step_does_not_always(models):
     assert any(token in end.stop_ids for step in steps for token in step.tokens[:-1]), "the test has no power"
 
 
+@pytest.mark.slow
 def test_a_step_that_ends_at_the_first_token_that_may_end_it_is_caught(models, monkeypatch):
     """Planted fault: every stop id counts as the end of a step."""
     asked, end = requests(cap=40), StepEnd(TWO, decode, {EOS}, 40, len(NAMES))

@@ -76,6 +76,7 @@ def plainly(drifting, **options):
     return trained(drifting, lambda engine: engine, **options)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("passes", "replay"), [(3, 0.0), (9, 0.5), (1 << 30, 0.0)])
 def test_responses_are_those_of_a_rollout_without(drifting, passes, replay):
     responses, metrics = trained(drifting, lambda engine: Spare(engine, passes), replay)
@@ -111,6 +112,7 @@ def test_metrics_by_hand(drifting):
     assert line["timing_s/ahead"] == 0.5
 
 
+@pytest.mark.slow
 def test_control_rows_and_evaluations_between_do_not_end_it(drifting):
     def between(rollout):
         rows = rows_of(0)[:GROUP]
@@ -124,12 +126,14 @@ def test_control_rows_and_evaluations_between_do_not_end_it(drifting):
         assert line["spec/ahead_mb"] > other["spec/ahead_mb"], "every call leaves time to spare"
 
 
+@pytest.mark.slow
 def test_a_guess_of_other_rows_costs_time_only(drifting):
     responses, metrics = trained(drifting, wrong=1)
     assert responses == plainly(drifting)
     assert all(line["spec/ahead_ratio"] == 0 for line in metrics)
 
 
+@pytest.mark.slow
 def test_without_an_announcement_nothing_runs_ahead(drifting):
     responses, metrics = trained(drifting, announce=False)
     assert responses == plainly(drifting)

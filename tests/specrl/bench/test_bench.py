@@ -82,6 +82,7 @@ def mine(tmp_path):
     return tmp_path / "mine.yaml"
 
 
+@pytest.mark.slow
 def test_a_config_brings_its_prompts_engine_and_sampling(mine, tmp_path, capsys):
     out = tmp_path / "out.json"
     words = [f"config={mine}", "rows=4", "repeats=1", "rollout.top_k=3", f"out={out}"]

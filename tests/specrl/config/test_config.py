@@ -430,6 +430,7 @@ def unread(keys):
     return [key for key in keys if key.rpartition(".")[2] not in read]
 
 
+@pytest.mark.slow
 def test_every_option_is_read_somewhere():
     assert unread(options.options(Config)) == []
     assert unread(["rollout.group_size", "rollout.refit_every"]) == ["rollout.refit_every"]

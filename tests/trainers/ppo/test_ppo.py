@@ -63,6 +63,7 @@ VARIANTS = {  # options that cannot hide each other's faults share a run
 CRITIC, ADAPTERS, ALONE = list(VARIANTS)[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "head" else slow) for name in VARIANTS])
 def test_the_exact_run_is_the_plain_run(name):
     exact, off = (runs(rollout__acceptance=rule, **VARIANTS[name]) for rule in ("exact", "off"))
@@ -80,6 +81,7 @@ def test_the_exact_run_is_the_plain_run(name):
     assert all(map(isfinite, exact.losses))
 
 
+@pytest.mark.slow
 def test_control_steps_and_log_probs(tmp_path):
     record = ppo(tmp_path, rollout__measure_every=2)
     measured = [log for log in logs(record) if "spec/speedup" in log]
@@ -107,6 +109,7 @@ def test_control_stale_log_probs_are_seen(tmp_path):
 # Interrupted and resumed ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("at", "options"),
     [
