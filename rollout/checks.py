@@ -33,8 +33,6 @@ class Option:
     limits: tuple[float, float] = (0, math.inf)
     """The smallest and the largest legal number."""
     only: str = ""
-    also: tuple[str, ...] = ()
-    """Other names that people try, which get this one suggested."""
 
     @property
     def is_section(self) -> bool:

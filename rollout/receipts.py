@@ -13,7 +13,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from specrl.rollout.durable import read_json, write_durably
 from specrl.rollout.types import CacheError, RolloutBatch, Row
@@ -51,8 +51,8 @@ def receipts_of(rows: Sequence[Row], batch: RolloutBatch) -> list[Receipt]:
 class Receipts:
     """Appends the receipts of each rollout to the file of a run.
 
-    A line that cannot be written is lost, and the file says nothing about its rollout. "stop" raises CacheError, "warn"
-    logs the first one.
+    A line that cannot be written is lost, and the file says nothing about its rollout. The first
+    failure is logged.
 
     Args:
         run: the run's directory; None in the processes that do not write.
@@ -60,9 +60,8 @@ class Receipts:
         step: first step that will be added. Lines of later steps are removed, because these steps are repeated.
     """
 
-    def __init__(self, run: Path | None, about: Mapping[str, Any], step: int, on_write_error: Literal["warn", "stop"]):
+    def __init__(self, run: Path | None, about: Mapping[str, Any], step: int):
         self._path = run and run / DIGESTS
-        self._stop = on_write_error == "stop"
         self._torn = False
         self._warned = False
         if self._path is None:
@@ -74,7 +73,7 @@ class Receipts:
         write_durably(self._path, "".join(json.dumps(line) + "\n" for line in lines).encode())
 
     def add(self, step: int, receipts: Sequence[Receipt]) -> None:
-        """Appends the line of one rollout. Raises CacheError, see above."""
+        """Appends the line of one rollout."""
         if self._path is None:
             return
         line = json.dumps({"step": step, "rows": receipts}) + "\n"
@@ -86,11 +85,13 @@ class Receipts:
             self._torn = False
         except OSError as error:
             self._torn = True
-            text = f"{self._path} was not written at step {step}: {error.strerror or error}"
-            if self._stop:
-                raise CacheError(f"{text}. rollout.cache.on_write_error=warn trains on without it.") from error
             if not self._warned:
-                logger.warning("%s. The run goes on, and these responses cannot be verified.", text)
+                logger.warning(
+                    "%s was not written at step %d: %s. The run goes on, and these responses cannot be verified.",
+                    self._path,
+                    step,
+                    error.strerror or error,
+                )
             self._warned = True
 
 

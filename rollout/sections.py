@@ -48,7 +48,6 @@ class CacheConfig:
     start_from: str = doc("", "stored responses to start with, such as the directory `trajectories` of an earlier run")
     log: bool = doc(False, "keep every response by its key in the run's `texts`, for rollout.twin and for resumes")
     clear: bool = doc(False, "resume with an empty cache")
-    on_write_error: Literal["warn", "stop"] = doc("warn", "what to do if the cache cannot be written")
 
 
 @dataclass

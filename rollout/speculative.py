@@ -222,7 +222,7 @@ class SpeculativeRollout:
         """Saves the caches that there are in these directories; see TrajectoryCache.save for what may fail."""
         for kept, directory in ((self.cache, cache), (self.evaluations, evaluations)):
             if kept is not None:
-                kept.save(directory, step, self.config.cache.on_write_error)
+                kept.save(directory, step)
 
     def entries(self, rows, batch: RolloutBatch, *, step: int, rewards=None) -> list[tuple[str, int, Trajectory]]:
         """The batch as cache entries (example id, sample index, trajectory); processes of one job exchange these."""

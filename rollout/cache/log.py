@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from specrl.rollout.cache.memory import differences
 from specrl.rollout.cache.record import pack, unpack
@@ -36,25 +35,15 @@ class ResponseLog:
         fingerprint: identity of the texts, with the seed that their keys derive from.
     """
 
-    def __init__(
-        self,
-        run: Path | None,
-        fingerprint: Fingerprint,
-        on_write_error: Literal["warn", "stop"],
-    ):
+    def __init__(self, run: Path | None, fingerprint: Fingerprint):
         self._folder = run and run / TEXTS
         self._fingerprint = fingerprint
-        self._stop = on_write_error == "stop"
         self._lost = 0
         self._bytes = 0
         self._warned = False
 
     def add(self, step: int, responses: list[Response]) -> None:
-        """Writes the responses of one rollout, which are on disk when this returns.
-
-        Raises:
-            CacheError: the file was not written, and the rule is "stop".
-        """
+        """Writes the responses of one rollout, which are on disk when this returns."""
         if self._folder is None:
             return
         entries = [(example_id, sample_index, pack(response)) for example_id, sample_index, response in responses]
@@ -66,14 +55,13 @@ class ResponseLog:
             self._warned = False
         except OSError as error:
             self._lost += 1
-            message = (
-                f"The log of responses was not written: {path}: {error.strerror or error}. Free some space, or leave "
-                "out rollout.cache.log; rollout.cache.on_write_error=warn trains on without these texts."
-            )
-            if self._stop:
-                raise CacheError(message) from error
             if not self._warned:
-                logger.warning("%s The run goes on.", message)
+                logger.warning(
+                    "The log of responses was not written: %s: %s. Free some space, or leave out rollout.cache.log. "
+                    "The run goes on.",
+                    path,
+                    error.strerror or error,
+                )
             self._warned = True
 
     def stats(self) -> dict[str, Metric]:
@@ -98,7 +86,7 @@ def open_log(
     """
     log = None
     if options.log:
-        log = ResponseLog(run if writes else None, fingerprint, options.on_write_error)
+        log = ResponseLog(run if writes else None, fingerprint)
     own = [run] if options.log and not options.clear else []
     twin = Twin([*own, *([other] if other else [])], fingerprint)
     if other:

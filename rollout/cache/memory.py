@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from specrl.rollout.cache.record import Entry, complaint, origin, pack, unpack
 from specrl.rollout.cache.snapshot import SNAPSHOT, DamagedError, Fingerprint, read_file, write_snapshot
@@ -91,11 +90,11 @@ class TrajectoryCache:
             "cache/write_errors": count(self.write_errors),
         }
 
-    def save(self, directory: str | Path, step: int, on_write_error: Literal["warn", "stop"] = "stop") -> None:
+    def save(self, directory: str | Path, step: int) -> None:
         """Writes one snapshot, which is durable when this returns. After a failure the previous one is still readable.
 
-        A failure, such as a full disk or a second writer, is counted. "stop" raises it as CacheError; "warn" logs the
-        first one after each successful save.
+        A failure, such as a full disk or a second writer, is counted, and the first one after each successful save is
+        logged.
         """
         entries = [
             (example_id, sample_index, blob)
@@ -107,8 +106,6 @@ class TrajectoryCache:
             self._warned = False
         except CacheError as error:
             self.write_errors += 1
-            if on_write_error == "stop":
-                raise
             if not self._warned:
                 logger.warning("%s Training goes on without saving the cache.", error)
             self._warned = True

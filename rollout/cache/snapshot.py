@@ -63,7 +63,7 @@ def write_snapshot(directory: Path, entries: Sequence[Entry], fingerprint: Finge
         raise CacheError(
             f"The trajectory cache ({len(entries)} entries) was not saved in '{directory}' at step {step}: "
             f"{error.strerror or error}. The last complete snapshot is intact. Free some space or "
-            "lower rollout.cache.max_mb; rollout.cache.on_write_error=warn trains on without saving."
+            "lower rollout.cache.max_mb."
         ) from error
 
 

@@ -94,8 +94,6 @@ def build(schema: type[T], *layers: tuple[str, Mapping[str, Any]]) -> T:
 
 
 def _unknown(key: str, known: Mapping[str, Option], groups: Iterable[str]) -> str:
-    if meant := [name for name, option in known.items() if key in option.also]:
-        return f"Unknown option '{key}'. Did you mean '{meant[0]}'?"
     if key in groups:
         return f"'{key}' is a section; set its options one by one. help={key} lists them."
     if near := suggestion(key, [*groups, *known, *COMMAND_WORDS]):

@@ -71,7 +71,7 @@ class StoredTexts:
         receipts = None
         if not config.rollout.lossy:
             about = {"seed": config.seed, "data": data}
-            receipts = Receipts(written, about, step, config.rollout.cache.on_write_error)
+            receipts = Receipts(written, about, step)
         return cls(cache, evaluations, twin, Keeping(log, receipts))
 
 

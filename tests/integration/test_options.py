@@ -103,7 +103,6 @@ NEEDS = {
     "rollout.ahead": {"auto": "tests/integration/test_ray.py", "off": EXACT},
     "rollout.cache.clear": {ALL: EXACT},
     "rollout.cache.log": {"true": EXACT},
-    "rollout.cache.on_write_error": {ALL: EXACT},
     "rollout.judged.by": {"judge": {**JUDGE, "rollout.sources": "[]"}, "kl": JUDGED},
     "rollout.routed.by": {
         ALL: ROUTED,

@@ -182,13 +182,13 @@ def test_a_malformed_line_or_row_is_named(tmp_path, content, where):
 
 
 def test_lines_of_steps_that_are_repeated_and_torn_ones_are_removed(tmp_path):
-    receipts = Receipts(tmp_path, {"seed": 0}, 0, "stop")
+    receipts = Receipts(tmp_path, {"seed": 0}, 0)
     rows = [("a", 0, 0, 5, "00")]
     for step in range(4):
         receipts.add(step, rows)
     with (tmp_path / DIGESTS).open("a") as file:
         file.write('{"step": 4, "rows": [["a", 0')
-    Receipts(tmp_path, {"seed": 0}, 2, "stop").add(2, rows)
+    Receipts(tmp_path, {"seed": 0}, 2).add(2, rows)
     about, steps = read_receipts(tmp_path)
     assert about["seed"] == 0
     assert list(steps) == [0, 1, 2]

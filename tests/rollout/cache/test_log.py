@@ -21,9 +21,9 @@ def text(sample, visit=0, step=0):
     return "a", sample, Trajectory((10 + sample, 20 + visit, 1), key(sample, visit), "stop", step, step, 1.0)
 
 
-def logged(run, fingerprint=SAME, steps=2, on_write_error="stop"):
+def logged(run, fingerprint=SAME, steps=2):
     """The log of a run: two samples of a prompt, one visit a step."""
-    log = ResponseLog(run, fingerprint, on_write_error)
+    log = ResponseLog(run, fingerprint)
     for step in range(steps):
         log.add(step, [text(sample, visit=step, step=step) for sample in (0, 1)])
     return log
@@ -129,27 +129,21 @@ def test_a_run_without_a_log_is_refused_with_what_it_has(tmp_path):
 
 def test_an_earlier_run_is_preferred(tmp_path):
     logged(tmp_path / "own", steps=1)
-    log = ResponseLog(tmp_path / "other", SAME, "stop")
+    log = ResponseLog(tmp_path / "other", SAME)
     log.add(0, [("a", 0, Trajectory((33, 1), key(0), "stop", 0, 0))])
     assert twin(tmp_path / "own", tmp_path / "other").texts([key(0)])[key(0)].tokens == (10, 20, 1)
     assert twin(tmp_path / "other", tmp_path / "own").texts([key(0)])[key(0)].tokens == (33, 1)
 
 
-@pytest.mark.parametrize("on_write_error", ["warn", "stop"])
-def test_what_cannot_be_written_is_counted_and_follows_the_rule(tmp_path, caplog, on_write_error):
+def test_what_cannot_be_written_is_counted_and_logged_once(tmp_path, caplog):
     (tmp_path / TEXTS).write_text("in the way")
-    if on_write_error == "stop":
-        with pytest.raises(CacheError, match=r"rollout\.cache\.on_write_error=warn"):
-            logged(tmp_path)
-        return
-    log = logged(tmp_path, on_write_error="warn", steps=3)
+    log = logged(tmp_path, steps=3)
     assert log.stats()["cache/log_lost"] == 3
     assert sum("The run goes on" in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("on_write_error", ["warn", "stop"])
-def test_an_error_that_is_not_the_disks_reaches_the_caller(tmp_path, monkeypatch, on_write_error):
-    log = logged(tmp_path, on_write_error=on_write_error, steps=1)
+def test_an_error_that_is_not_the_disks_reaches_the_caller(tmp_path, monkeypatch):
+    log = logged(tmp_path, steps=1)
 
     def out_of_memory(*args, **kwargs):
         raise MemoryError("malloc failed")

@@ -145,29 +145,29 @@ def test_warns_again_after_a_save_succeeded(tmp_path, monkeypatch, caplog):
             if fails:
                 patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
             before = cache.write_errors
-            cache.save(tmp_path, 1, "warn")
+            cache.save(tmp_path, 1)
             assert cache.write_errors == before + fails
     assert len(caplog.records) == 2
     assert cache.stats()["cache/write_errors"] == 3
 
 
-def test_a_pipe_or_a_link_in_place_of_the_lock_is_named_and_does_not_hold_the_run(tmp_path):
+def test_a_pipe_or_a_link_in_place_of_the_lock_is_named_and_does_not_hold_the_run(tmp_path, caplog):
     os.mkfifo(tmp_path / LOCK)
-    with pytest.raises(CacheError, match="it is a pipe"):
-        saved(tmp_path, entries())
+    saved(tmp_path, entries())
+    assert "it is a pipe" in caplog.text
     (tmp_path / LOCK).unlink()
     (tmp_path / LOCK).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CacheError, match="it is a symbolic link"):
-        saved(tmp_path, entries())
+    saved(tmp_path, entries())
+    assert "it is a symbolic link" in caplog.text
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_second_writer_fails_at_once(tmp_path):
+def test_a_second_writer_fails_at_once(tmp_path, caplog):
     saved(tmp_path, entries())
     with open(tmp_path / LOCK) as held:
         fcntl.flock(held, fcntl.LOCK_SH)  # a lock that two writers could share would not block this one
-        with pytest.raises(CacheError, match="Another run is writing"):
-            saved(tmp_path, entries(1))
+        saved(tmp_path, entries(1))
+        assert "Another run is writing" in caplog.text
         assert len(load(tmp_path)) == 60, "reading needs no lock"
     saved(tmp_path, entries(1))
     assert len(load(tmp_path)) == 1

@@ -283,17 +283,17 @@ def test_a_pipe_in_the_place_of_the_new_file(tmp_path):
     assert contents(load(tmp_path), given) == given
 
 
-def test_directory_in_place_of_the_file_and_file_in_place_of_the_directory(tmp_path):
+def test_directory_in_place_of_the_file_and_file_in_place_of_the_directory(tmp_path, caplog):
     (tmp_path / SNAPSHOT).mkdir()
     with pytest.raises(CacheError, match=r"cannot be read: it is a directory.*Move it away"):
         load(tmp_path)
-    with pytest.raises(CacheError, match="was not saved in"):
-        saved(tmp_path, entries())
+    saved(tmp_path, entries())
+    assert f"was not saved in '{tmp_path}'" in caplog.text
     (tmp_path / "file").touch()
     with pytest.raises(CacheError, match="cannot be read: Not a directory"):
         load(tmp_path / "file")
-    with pytest.raises(CacheError, match=r"was not saved in '.*file' at step 0: File exists"):
-        saved(tmp_path / "file", entries())
+    saved(tmp_path / "file", entries())
+    assert f"was not saved in '{tmp_path / 'file'}' at step 0: File exists" in caplog.text
 
 
 FULL = """
@@ -303,22 +303,18 @@ logging.basicConfig(stream=sys.stdout, format="%(message)s")
 cache = saved(sys.argv[1], entries(60), 3)
 cache.put_many(entries(4000, step=4))
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-cache.save(sys.argv[1], 4, "warn")
-cache.save(sys.argv[1], 5, "warn")
+cache.save(sys.argv[1], 4)
+cache.save(sys.argv[1], 5)
 print("failed", cache.write_errors)
-try:
-    cache.save(sys.argv[1], 6, "stop")
-except CacheError as error:
-    print("stopped:", error)
 """
 
 
 def test_full_disk_leaves_the_old_snapshot(tmp_path):
     command = [sys.executable, "-c", FULL, str(tmp_path)]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, env=ENVIRONMENT).stdout
-    assert said.count("was not saved") == 2  # warned once, raised once
+    assert said.count("was not saved") == 1, "the second failure in a row is not logged"
     assert "at step 4: File too large. The last complete snapshot is intact" in said
-    assert "failed 2\nstopped: The trajectory cache" in said
+    assert "failed 2" in said
     assert contents(load(tmp_path), entries(60)) == entries(60)
     assert sorted(os.listdir(tmp_path)) == [LOCK, SNAPSHOT]
 
