@@ -50,7 +50,7 @@ WITHOUT_EFFECT = frozenset(
         *("output_attentions", "output_hidden_states"),  # affect what transformers' generate returns
     )
 )
-"""Entries of a model's generation config that do not affect what is sampled."""
+"""Entries of a generation config that models or TRL set, and that do not affect what is sampled."""
 OF_VLLM = frozenset(
     (
         *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
@@ -58,6 +58,13 @@ OF_VLLM = frozenset(
     )
 )
 """Entries of `generation_kwargs` that vLLM obeys for keyed requests, or that do not affect what is sampled."""
+OF_ARGS = {
+    "max_new_tokens": "max_completion_length",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+}
+"""Entry of a generation config -> the TRL option that sets it, which is supported."""
 
 
 def check_trl(trainer: Any, names: Iterable[str]) -> None:
@@ -113,15 +120,15 @@ def check_args(args: GRPOConfig, given: Mapping[str, Any]) -> None:
     if isinstance(processor := given.get("processing_class"), ProcessorMixin):
         name = type(processor).__name__
         raise _refused(f"processing_class={name}", "prompts are text. Give the tokenizer of a text model")
-    entries: Any = args.generation_kwargs or {}  # GRPOConfig reads a JSON text into a dict
-    for name, value in entries.items():
-        if not (args.use_vllm and name in OF_VLLM):
-            option = f"generation_kwargs.{name}={value!r}"
-            raise _refused(option, f"{SAMPLED_BY}, options of GRPOConfig. Leave {name} out")
+    entries = args.generation_kwargs or {}
+    if isinstance(entries, str):  # GRPOConfig reads a JSON text into a dict, so this was set later
+        raise _refused(f"generation_kwargs={entries!r}", "it is text. Use a dict")
     if args.use_vllm:
-        _check_vllm(args, [name for name in TURNS if given.get(name)])
-    elif getattr(given.get("peft_config"), "is_prompt_learning", False):
-        raise _refused(f"peft_config={type(given['peft_config']).__name__}", "it learns a prompt. Use LoRA")
+        _check_vllm(args, entries, [name for name in TURNS if given.get(name)])
+    else:
+        _check_entries("generation_kwargs", entries, _supported(args))
+        if getattr(given.get("peft_config"), "is_prompt_learning", False):
+            raise _refused(f"peft_config={type(given['peft_config']).__name__}", "it learns a prompt. Use LoRA")
     if args.max_completion_length is None:
         raise _refused("max_completion_length=None", "drafts are cut to it. Use max_completion_length=256, or more")
     if args.temperature <= 0:
@@ -154,7 +161,10 @@ def _check_name(model: str, options: Any) -> None:
         raise _no_model(error) from error
 
 
-def _check_vllm(args: GRPOConfig, turns: list[str]) -> None:
+def _check_vllm(args: GRPOConfig, entries: Mapping[str, Any], turns: list[str]) -> None:
+    for name, value in entries.items():
+        if name not in OF_VLLM:
+            raise _refused(f"generation_kwargs.{name}={value!r}", _remedy("generation_kwargs", name, value, None))
     if args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size > 1:
         raise _refused(
             f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} with vllm_mode='colocate'",
@@ -175,15 +185,44 @@ def check_trainer(trainer: Any) -> None:
     if trainer.use_vllm:
         return
     check_shared(False, trainer.accelerator)
+    entries = vars(trainer.generation_config)
+    supported = _supported(trainer.args) | {"eos_token_id": trainer.eos_token_ids}
+    _check_entries("trainer.generation_config", entries, supported)
     # where TRL leaves an entry unset, transformers' generate uses that of the model's config
-    of_trl = vars(trainer.generation_config)
-    neutral = GenerationConfig._get_default_generation_params()
     model = trainer.accelerator.unwrap_model(trainer.model)
-    for name, value in vars(model.generation_config).items():
-        inherited = value is not None and of_trl.get(name) is None and not name.startswith("_")
-        if inherited and name not in WITHOUT_EFFECT and value != neutral.get(name):
-            option = f"model.generation_config.{name}={value!r}"
-            raise _refused(option, f"{SAMPLED_BY}. Set it to {neutral.get(name)!r}")
+    inherited = {name: value for name, value in vars(model.generation_config).items() if entries.get(name) is None}
+    _check_entries("model.generation_config", inherited, {})
+
+
+def _supported(args: GRPOConfig) -> dict[str, Any]:
+    """The values that TRL's options set in a generation config."""
+    return {"do_sample": True} | {name: getattr(args, option) for name, option in OF_ARGS.items()}
+
+
+def _check_entries(where: str, entries: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
+    """Raises RolloutError for entries of a generation config that are neither supported nor transformers' default.
+
+    Args:
+        where: name of the config in the message.
+        supported: entries that are supported, with their values.
+    """
+    neutral = GenerationConfig._get_default_generation_params() | dict(supported)
+    for name, value in entries.items():
+        if value is None or name.startswith("_") or name in WITHOUT_EFFECT:
+            continue
+        if value != neutral.get(name):
+            raise _refused(f"{where}.{name}={value!r}", _remedy(where, name, value, neutral.get(name)))
+
+
+def _remedy(where: str, name: str, value: Any, neutral: Any) -> str:
+    """Why an entry of a generation config is refused, and what works instead, in TRL's words."""
+    if name == "eos_token_id":
+        return f"TRL ends responses by the model's. Set model.generation_config.eos_token_id={value!r}"
+    if name in OF_ARGS and value > 0:
+        return f"GRPOConfig sets it. Use {OF_ARGS[name]}={value!r} there"
+    if where == "generation_kwargs":
+        return f"{SAMPLED_BY}. Leave {name} out"
+    return f"{SAMPLED_BY}. Set it to {neutral!r}"
 
 
 def check_model(trainer: Any) -> None:

@@ -292,16 +292,24 @@ def test_control_forgotten_visits_repeat_noise(accumulated, tmp_path):
     ("option", "value", "words"),
     [
         ("use_transformers_continuous_batching", True, "Use use_transformers_continuous_batching=False"),
+        ("generation_kwargs", "{'top_p': 1}", "generation_kwargs=.*Use a dict"),
         ("cache_implementation", "static", "cache_implementation='static'.*Use cache_implementation=None"),
         (
             "generation_kwargs",
             {"no_repeat_ngram_size": 2},
-            r"generation_kwargs\.no_repeat_ngram_size=2.*Leave no_r",
+            r"generation_kwargs\.no_repeat_ngram_size=2.*Leave no_repeat",
         ),
+        ("generation_kwargs", {"temperature": 0.5}, r"generation_kwargs\.temperature=0\.5.*Use temperature=0\.5 there"),
         (
             "generation_kwargs",
-            {"temperature": 0.5},
-            r"generation_kwargs\.temperature=0\.5.*of GRPOConfig. Leave",
+            {"max_new_tokens": 3},
+            r"generation_kwargs\.max_new_tokens=3.*Use max_completion_length=3 there",
+        ),
+        ("generation_kwargs", {"do_sample": False}, r"generation_kwargs\.do_sample=False.*Leave do_sample out"),
+        (
+            "generation_kwargs",
+            {"eos_token_id": 4},
+            r"generation_kwargs\.eos_token_id=4.*model\.generation_config\.eos_token_id=4",
         ),
         ("max_completion_length", None, "max_completion_length=None.*Use max_completion_length=256"),
         ("min_p", 0.5, "min_p=0.5.*temperature, top_k and top_p alone. Use min_p=None"),
@@ -316,6 +324,31 @@ def test_options_of_trl_that_it_cannot_obey_are_refused(option, value, words, id
     refused(idle, words)
 
 
+@pytest.mark.parametrize("use_vllm", [False, True])
+@pytest.mark.parametrize(
+    ("entries", "remedy"),
+    [
+        ({"top_k": 50}, {"top_k": 50}),
+        ({"top_p": 0.9}, {"top_p": 0.9}),
+        ({"temperature": 0.5}, {"temperature": 0.5}),
+        ({"max_new_tokens": 33}, {"max_completion_length": 33}),
+        ({"top_k": -1}, {}),
+        ({"temperature": 0.0}, {}),
+        ({"suppress_tokens": [3]}, {}),
+        ({"min_new_tokens": 2}, {}),
+    ],
+)
+def test_what_a_refusal_suggests_is_accepted(entries, remedy, use_vllm, tmp_path):
+    usual = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "use_vllm": use_vllm}
+    with pytest.raises(RolloutError) as caught:
+        check_args(GRPOConfig(**usual, generation_kwargs=entries), {})
+    for name, value in remedy.items():
+        assert f"Use {name}={value!r}" in str(caught.value)
+    if not remedy:
+        assert f"Leave {next(iter(entries))} out" in str(caught.value)
+    check_args(GRPOConfig(**usual, **remedy), {})
+
+
 def of_model(model, folder, **options):
     """A reusing trainer with a model of one's own, and the embedded policy's tokenizer."""
     args = GRPOConfig(str(folder), use_cpu=True, bf16=False, report_to=[], max_completion_length=16)
@@ -323,6 +356,14 @@ def of_model(model, folder, **options):
     return reusing(GRPOTrainer)(
         model, args=args, reward_funcs=len, processing_class=load_tiny()[1], train_dataset=data, **options
     )
+
+
+def test_the_end_that_a_refusal_suggests_ends_responses(tmp_path):
+    model, _ = load_tiny()
+    model.generation_config.eos_token_id = 4
+    trainer = of_model(model, tmp_path)
+    assert 4 in trainer.eos_token_ids
+    check_args(trainer.args, {})
 
 
 VOCABULARY = len(load_tiny()[1])
@@ -464,6 +505,11 @@ def test_what_trl_sets_itself_is_not_inherited(idle, monkeypatch):
     taken(idle)
 
 
+def test_a_generation_config_of_the_trainer_that_was_changed_is_refused(idle, monkeypatch):
+    monkeypatch.setattr(idle.trainer.generation_config, "temperature", 0.25)
+    refused(idle, r"trainer\.generation_config\.temperature=0\.25.*Use temperature=0\.25 there")
+
+
 def test_a_model_in_parts_is_refused_before_a_pass_that_the_others_do_not_take(idle, monkeypatch):
     monkeypatch.setattr(Accelerator, "distributed_type", DistributedType.FSDP)
     refused(idle, "FSDP 1 leaves no process a whole model")
@@ -482,7 +528,8 @@ def taken(run: Run) -> None:
 
 def test_control_values_that_ask_for_nothing_are_taken(idle, monkeypatch):
     args = idle.trainer.args
-    for name, value in {"min_p": 0.0, "generation_kwargs": {}, "repetition_penalty": 1.0}.items():
+    nothing = {"num_beams": 1, "use_cache": False, "temperature": args.temperature, "suppress_tokens": None}
+    for name, value in {"min_p": 0.0, "generation_kwargs": nothing, "repetition_penalty": 1.0}.items():
         monkeypatch.setattr(args, name, value)
     for name in ("output_attentions", "output_hidden_states"):  # saved with a model made from a config
         monkeypatch.setattr(idle.trainer.model.generation_config, name, False)
