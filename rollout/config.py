@@ -101,7 +101,7 @@ class RolloutConfig:
 
     @property
     def planned(self) -> str:
-        """The option by which vLLM's scheduler carries the host's drafts to its workers; empty if it need not."""
+        """The option for which vLLM's scheduler has to carry the host's drafts to its workers; empty if none does."""
         if self.vllm.on_device:
             return ""
         if self.drafter and self.acceptance != "routed":  # whose draft model has an engine of its own

@@ -28,7 +28,6 @@ from specrl.rollout.engines.vllm.flow import Step
 from specrl.rollout.engines.vllm.planned import PlannedAdapter
 from specrl.rollout.engines.vllm.scheduler import DraftLengths
 from specrl.rollout.engines.vllm.v1 import V1Adapter
-from specrl.rollout.engines.vllm.v2 import V2Adapter
 from specrl.rollout.engines.vllm.wire import TEXTS, keyed_args, pack_text
 from specrl.rollout.types import EngineStats, Request, RolloutError
 from specrl.rollout.verify import Accepted, exact
@@ -39,7 +38,7 @@ class HostFlow:
     """Generates each response with one request."""
 
     llm: LLM
-    adapter: V1Adapter | V2Adapter | PlannedAdapter
+    adapter: V1Adapter | PlannedAdapter
 
     def __post_init__(self):
         self.adapter.install(self.llm)

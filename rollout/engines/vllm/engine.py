@@ -44,7 +44,6 @@ from specrl.rollout.engines.vllm.planned import PlannedAdapter
 from specrl.rollout.engines.vllm.scheduler import DraftLengths
 from specrl.rollout.engines.vllm.settings import choose_runner, draft_tokens, executor, settings, speculation
 from specrl.rollout.engines.vllm.v1 import V1Adapter
-from specrl.rollout.engines.vllm.v2 import V2Adapter
 from specrl.rollout.engines.vllm.weights import Updates, described, drafter_share
 from specrl.rollout.engines.vllm.worker import TRANSFER
 from specrl.rollout.engines.weights import WeightCheck
@@ -216,10 +215,8 @@ class VLLMEngine:
             draft_tokens=config.vllm.draft_tokens,
             budget=budget,
         )
-        if config.planned:
-            return HostFlow(llm=self._llm, adapter=PlannedAdapter(flow=flow, drafter_share=drafter_share))
         if self.runner == "v2":
-            return HostFlow(llm=self._llm, adapter=V2Adapter(flow=flow))
+            return HostFlow(llm=self._llm, adapter=PlannedAdapter(flow=flow, drafter_share=drafter_share))
         chunk = rows_per_chunk(self.vocab, config.logits_mb)
         return HostFlow(llm=self._llm, adapter=V1Adapter(flow=flow, chunk=chunk))
 

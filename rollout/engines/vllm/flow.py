@@ -138,7 +138,7 @@ class Flow:
         return targets
 
     def accept(
-        self, inputs: VerifyInputs, drafts: Sequence[Draft], packed: np.ndarray, first: int = 0
+        self, inputs: VerifyInputs, drafts: Sequence[Draft], packed: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """The tokens that each row emits: int32 [N], from each row's start on, and their number, int64 [R].
 
@@ -147,7 +147,6 @@ class Flow:
         Args:
             drafts: of `drafts_of`.
             packed: int32 [4, N], what was sampled, see rollout/engines/local/sampler.py; overwritten.
-            first: logits of the step that precede these.
 
         Raises:
             RolloutError: logits of a row are NaN or infinite.
@@ -158,7 +157,7 @@ class Flow:
         if self.rule is exact:
             counts = self._accept_exact(inputs, drafts, packed)
         else:
-            counts = self._accept_by_rule(inputs, drafts, packed, first)
+            counts = self._accept_by_rule(inputs, drafts, packed)
         batch, missing = inputs.batch, inputs.batch.missing
         if missing:
             packed[0, inputs.starts[missing]] = 0
@@ -207,9 +206,7 @@ class Flow:
             self.stats.count(source, *count)
         return counts
 
-    def _accept_by_rule(
-        self, inputs: VerifyInputs, drafts: Sequence[Draft], packed: np.ndarray, first: int
-    ) -> np.ndarray:
+    def _accept_by_rule(self, inputs: VerifyInputs, drafts: Sequence[Draft], packed: np.ndarray) -> np.ndarray:
         """Each row emits what another rule than the exact one accepts."""
         columns = [packed[0].tolist(), *packed[1:3].view(np.float32).tolist()]
         counts = np.ones(len(drafts), np.int64)
@@ -217,7 +214,7 @@ class Flow:
         for i, (row, draft, start, size) in enumerate(rows):
             if row is None:
                 continue
-            states = None if self.hidden is None else (self.hidden, first + start)
+            states = None if self.hidden is None else (self.hidden, start)
             tokens, logprobs, draft_logprobs = (column[start : start + size] for column in columns)
             position = row.request.position + len(row.tokens)
             samples = TargetSamples(position, tokens, logprobs, draft_logprobs, states=states)

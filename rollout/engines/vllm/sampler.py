@@ -70,8 +70,6 @@ class KeyedSampler(Sampler):
     requests: RequestStates
     verifier: RejectionSampler | None = None
     """Decides about steps without drafts too."""
-    targets: Tensor | None = None
-    """Tokens [N] whose log-probs the next call computes, and none after it."""
     packed: Tensor | None = None
     """What the last call sampled, int32 [4, N]; see rollout/engines/local/sampler.py."""
     draft_ids: Tensor | None = None
@@ -88,7 +86,6 @@ class KeyedSampler(Sampler):
         """Tokens [N] for logits [N, V] at temperature 1, and the logits of their distribution."""
         states = self.requests
         keyed = states.keyed_np[idx_mapping_np]
-        targets, self.targets = self.targets, None
         if not keyed.any():
             return super()._sample_random(
                 processed_logits, expanded_idx_mapping, idx_mapping_np, pos, top_k, top_p, use_fused_sampler
@@ -96,7 +93,7 @@ class KeyedSampler(Sampler):
         index = expanded_idx_mapping.long()
         cuts, logits = self._cuts(processed_logits, index, idx_mapping_np)
         response_pos = pos.long() + 1 - states.starts[index]
-        targets = torch.zeros_like(response_pos) if targets is None else targets.to(pos.device)
+        targets = torch.zeros_like(response_pos)
         temperature = self.sampling_states.temperature
         greedy = temperature.np[idx_mapping_np] == 0
         samples = [

@@ -40,12 +40,12 @@ class ServedFlow(Flow):
     """These rows of the last step, whose tokens mean nothing."""
 
     def accept(
-        self, inputs: VerifyInputs, drafts: Sequence[Draft], packed: np.ndarray, first: int = 0
+        self, inputs: VerifyInputs, drafts: Sequence[Draft], packed: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         gaps = packed[3].view(np.float32)
         wrong = np.isnan(gaps)
         gaps[wrong] = 0
-        tokens, counts = super().accept(inputs, drafts, packed, first)
+        tokens, counts = super().accept(inputs, drafts, packed)
         emitted = zip(inputs.starts.tolist(), counts.tolist(), strict=True)
         self.unusable = [i for i, (start, n) in enumerate(emitted) if wrong[start : start + n].any()]
         return tokens, counts

@@ -96,6 +96,8 @@ def choose_runner(spec: EngineSpec, sampling: SamplingParams) -> str:
         no_v1 = f"{spec.rollout.planned} needs drafts that come with the plan of a step"
     if not HAS_TRITON:
         no_v2 = "it needs a GPU, or Triton"
+    elif spec.rollout.lossy:
+        no_v2 = f"its workers accept drafts, and rollout.acceptance={spec.rollout.acceptance} does so in this process"
     elif not (no_v2 := differs("v2")):  # vLLM raises smaller temperatures to this
         no_v2 = f"it samples at rollout.temperature=0 or 0.01 and more, not {sampling.temperature}"
         no_v2 *= 0 < sampling.temperature < 0.01
@@ -120,10 +122,9 @@ def speculation(spec: EngineSpec, runner: str) -> dict:
     """The arguments of LLM that concern drafts."""
     vllm, drafter = spec.rollout.vllm, spec.rollout.drafter
     drafts: dict = {"num_speculative_tokens": draft_tokens(spec.rollout)}
-    host = {"scheduler_cls": f"{_HOOKS}.scheduler.HostScheduler"}
     if runner == "v1":
         drafts |= {"method": "custom_class", "model": f"{_HOOKS}.v1.RequestDrafter"}
-        return {"speculative_config": drafts, **host}
+        return {"speculative_config": drafts, "scheduler_cls": f"{_HOOKS}.scheduler.HostScheduler"}
     if drafter:
         name = "eagle" if is_head(drafter) else "draft_model"
         model = drafter
@@ -132,8 +133,6 @@ def speculation(spec: EngineSpec, runner: str) -> dict:
     drafts["method"] = "ngram_gpu" if name == "texts" else name  # needs no model; DeviceTexts replaces it
     if model:
         drafts["model"] = model
-    if not (spec.rollout.vllm.on_device or spec.rollout.planned):
-        return {"speculative_config": drafts, "async_scheduling": False, **host}
     scheduler = "scheduler.DraftScheduler" if spec.rollout.vllm.on_device else "planned.PlannedScheduler"
     return {
         "speculative_config": drafts,

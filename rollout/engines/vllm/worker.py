@@ -27,7 +27,6 @@ from specrl.rollout.engines.vllm.sampler import RolloutVerifier, install, propos
 
 if TYPE_CHECKING:
     from specrl.rollout.engines.vllm.v1 import V1Adapter
-    from specrl.rollout.engines.vllm.v2 import V2Adapter
 
 TRANSFER = "specrl"
 
@@ -39,7 +38,7 @@ class WorkerExtension:
     weight_transfer_engine: Any
     get_draft_model: Any
 
-    def specrl_install_adapter(self, adapter: V1Adapter | V2Adapter) -> None:
+    def specrl_install_adapter(self, adapter: V1Adapter) -> None:
         """In-process only: the adapter's flow samples and drafts from now on."""
         adapter.install_in(self.model_runner)
 

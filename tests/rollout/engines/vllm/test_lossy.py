@@ -27,7 +27,6 @@ from tests.rollout.engines.vllm.engines import (
     exactly,
     moved,
     needs_vllm,
-    on_v1,
     policy,
     probe_of,
     spec_of,
@@ -45,7 +44,7 @@ def lenient_requests(cases, texts, visit):
     return requests
 
 
-@pytest.mark.parametrize(("lenience", "draft_tokens"), [pytest.param(0.5, 8, marks=on_v1), (1.65, 40)])
+@pytest.mark.parametrize(("lenience", "draft_tokens"), [(0.5, 8), (1.65, 40)])
 def test_lenient_decides_as_the_transformers_engine(saved, updated, lenience, draft_tokens):
     cases = [(prompt, 30) for prompt, _ in prompts_and_caps(30)]
     texts, _ = TransformersEngine(saved("qwen3")[0], SamplingParams(EOS_IDS)).generate(requests_of(cases))
@@ -94,7 +93,7 @@ def asked(cases, want):
     return made
 
 
-@pytest.mark.parametrize(("threshold", "window"), [(0.0, 6), (0.5, 1), pytest.param(0.5, 6, marks=on_v1), (1.1, 6)])
+@pytest.mark.parametrize(("threshold", "window"), [(0.0, 6), (0.5, 1), (0.5, 6), (1.1, 6)])
 def test_it_is_the_judge_of_the_transformers_engine(judging, golden, threshold, window):
     cases, want = golden()
     reference = judged(policy("qwen3"), SamplingParams(EOS_IDS), head(threshold), window=6)
@@ -162,7 +161,7 @@ def asked_of_both():
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("draft", ["transformers", pytest.param("vllm", marks=on_v1)])
+@pytest.mark.parametrize("draft", ["transformers", "vllm"])
 def test_a_routed_rollout_is_that_of_transformers_engines(saved, engine_of, reader, router, draft):
     small, sampling = saved("llama")[0], SamplingParams(EOS_IDS)
     writer = local(small, sampling) if draft == "transformers" else engine_of("llama")
@@ -189,7 +188,6 @@ def test_noise_of_another_position_after_a_step_is_caught(saved, reader, monkeyp
     assert differing(done, plain, 1e-3)
 
 
-@on_v1
 def test_the_options_of_a_run_route_alike_on_both_engines(tmp_path):
     """A policy and a draft model, each with an engine, from their directories."""
     model, tokenizer = load_tiny()

@@ -1,6 +1,6 @@
 """The vLLM engine on Model Runner V2, in processes that enable Triton's interpreter at their start.
 
-Runs test_vllm.py, test_lossy.py and test_vllm_served.py again, without tests marked `on_v1`. device_cases.py tests
+Runs test_vllm.py and test_vllm_served.py again, without tests marked `on_v1`. device_cases.py tests
 drafts on the device, planned_cases.py those that vLLM's scheduler carries, head_cases.py those of a draft head, and
 served_cases.py what only servers on V2 have.
 """
@@ -20,9 +20,8 @@ SITE = f"import os\nif os.environ.get('TRITON_INTERPRET'):\n    import {HERE}.vl
 """For the processes that vLLM starts: they too need a Triton that can run."""
 
 TOGETHER = [
-    ["test_vllm.py", "test_lossy.py"],
+    ["test_vllm.py", "planned_cases.py"],
     ["device_cases.py", "head_cases.py"],
-    ["planned_cases.py"],
     ["served_cases.py", "test_vllm_served.py"],
 ]
 """Each in one process, which takes a quarter of a minute to start."""
