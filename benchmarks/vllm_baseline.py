@@ -35,6 +35,7 @@ def settings(spec: EngineSpec, on_gpu: bool, method: str = "") -> dict:
     arguments = {
         "model": spec.model,
         "revision": spec.revision or None,
+        "trust_remote_code": spec.trust_remote_code,
         "dtype": spec.dtype,
         "seed": 0,
         "max_model_len": -1,  # the model's, or what the KV cache holds

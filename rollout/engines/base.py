@@ -60,6 +60,7 @@ class EngineSpec:
     dtype: str = "float32"
     device: str = "cpu"
     revision: str = ""
+    trust_remote_code: bool = False
     tokenizer: str = ""
     """Directory or hub id; empty takes the model's. Only routers need text."""
 
@@ -71,6 +72,7 @@ class EngineSpec:
             source,
             dtype=getattr(torch, self.dtype),
             revision=(self.revision or None) if source == self.model else None,
+            trust_remote_code=self.trust_remote_code,
         )
         return model.eval().to(self.device)
 

@@ -74,6 +74,7 @@ class Config:
     resume: Literal["no", "auto"] = doc("no", "auto: continue from the newest checkpoint of this name, if there is one")
     model: str = doc("tiny", "policy: tiny or tiny_tools (included, no download), a hub id or a local directory")
     tokenizer: str = doc("", "hub id or local directory; empty uses the model's")
+    trust_remote_code: bool = doc(False, "allow the model repository to run its code")
     revision: str = doc("", "branch, tag or commit of the model on the hub")
     device: str = doc("auto", "auto, cpu, cuda or cuda:N")
     data: str = doc(

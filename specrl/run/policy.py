@@ -80,7 +80,7 @@ def outline(config: Config) -> PreTrainedModel:
     with _explained(config):
         shape = AutoConfig.from_pretrained(source, **options)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(shape)
+            model = AutoModelForCausalLM.from_config(shape, trust_remote_code=config.trust_remote_code)
     with suppress(OSError):  # without such a file the model's configuration applies
         model.generation_config = GenerationConfig.from_pretrained(source, revision=options["revision"])
     return model
@@ -178,7 +178,7 @@ def unloadable(config: Config, reason: str, tokenizer: bool = False) -> ConfigEr
 
 def _source(config: Config) -> tuple[str, dict]:
     source = str(EMBEDDED.get(config.model, config.model))
-    return source, {"revision": config.revision or None}
+    return source, {"trust_remote_code": config.trust_remote_code, "revision": config.revision or None}
 
 
 @contextmanager
@@ -253,6 +253,7 @@ def engine_spec(config: Config, eos_ids: frozenset[int]) -> EngineSpec:
         dtype=rollout_dtype(config),
         device=("cuda" if config.cluster.gpus_per_worker else "cpu") if workers else str(device(config)),
         revision=config.revision,
+        trust_remote_code=config.trust_remote_code,
         tokenizer=config.tokenizer,
     )
 

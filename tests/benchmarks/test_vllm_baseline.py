@@ -17,7 +17,7 @@ from specrl.rollout.engines.base import EngineSpec, SamplingParams
 from specrl.rollout.types import Request, RolloutError
 from tests.runs import ROOT
 
-MODEL = {"model", "revision", "dtype", "seed", "skip_tokenizer_init", "tensor_parallel_size"}
+MODEL = {"model", "revision", "trust_remote_code", "dtype", "seed", "skip_tokenizer_init", "tensor_parallel_size"}
 MEMORY = {"max_model_len", "kv_cache_memory_bytes", "gpu_memory_utilization"}
 SAMPLING = {"generation_config"}
 SPECRLS = {  # variables that specrl's engine sets when it is imported and started

@@ -29,6 +29,7 @@ def settings(spec: EngineSpec) -> dict:
     return {
         "model": spec.model,
         "revision": spec.revision or None,
+        "trust_remote_code": spec.trust_remote_code,
         "dtype": spec.dtype,
         "skip_tokenizer_init": True,
         "use_tqdm_on_load": False,

@@ -56,8 +56,10 @@ def _weights_read(model: PreTrainedModel, ids: int = 0) -> int:
 
 def _described(source: str, spec: EngineSpec, revision: str | None = None) -> PreTrainedModel:
     """The model of a directory or hub id on the meta device; only its configuration is read."""
+    code = {"trust_remote_code": spec.trust_remote_code}
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, revision=revision))
+        config = AutoConfig.from_pretrained(source, revision=revision, **code)
+        return AutoModelForCausalLM.from_config(config, **code)
 
 
 def _head(directory: str, policy: PreTrainedModel) -> Head:

@@ -133,7 +133,7 @@ WRONG_WORDS = [
     ("config=grpo_math rollout.group_size=true", "rollout.group_size=true", "a whole number"),
     ("config=grpo_math rollout.replay=half", "rollout.replay=half", "a number"),
     ("config=grpo_math trainer.clip=auto0", "trainer.clip=auto0", "a number or auto. Did you mean 'auto'?"),
-    ("config=grpo_math report.plots=maybe", "report.plots=maybe", "true or false"),
+    ("config=grpo_math trust_remote_code=maybe", "trust_remote_code=maybe", "true or false"),
     ("config=grpo_math rollout.acceptance=exat", "rollout.acceptance=exat", "Did you mean 'exact'?"),
     ("config=grpo_math report.trackers=wandb", "report.trackers=wandb", "Try report.trackers=[wandb]."),
     ("config=grpo_math reward.weights=[x]", "reward.weights=[x]", "a list"),
