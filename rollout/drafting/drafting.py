@@ -14,7 +14,7 @@ from specrl.rollout.drafting.contexts import ContextTable
 from specrl.rollout.drafting.draft import EMPTY, Draft, ask_all
 from specrl.rollout.drafting.suffix import SuffixDrafter
 from specrl.rollout.types import EngineStats, Request, RolloutError
-from specrl.rollout.verify import accept_exact
+from specrl.rollout.verify import Accepted, accept_exact
 
 if TYPE_CHECKING:
     from specrl.rollout.engines.local.drafter import ModelDrafter
@@ -123,6 +123,15 @@ class Drafting:
         """At most `limit` tokens from the row's drafter."""
         self._guess([row], [limit])
         return [*row.guess.tokens]
+
+    def advance(
+        self, row: Response, draft: Draft, accepted: Accepted, eos_ids: frozenset[int], stats: EngineStats
+    ) -> int:
+        """The row emits what a rule made of a pass that verified this draft; returns the number of its new tokens."""
+        emitted = row.emit(accepted, eos_ids)
+        self.learn(row, draft, accepted.tokens, accepted.drafted, accepted.rejected_tail)
+        stats.count(draft.source, len(draft.tokens), min(accepted.drafted, emitted))
+        return emitted
 
     def learn(
         self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int, rejected_tail: Sequence[int] = ()

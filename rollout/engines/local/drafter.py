@@ -53,6 +53,7 @@ class ModelDrafter:
         self.model = model
         self._frequent: Frequent | None = None
         self._trimmed: TrimmedSampler | None = None
+        self._warned = False
         if 0 < ids < self.packed.vocab:
             self._trim(sampling, ids)
 
@@ -93,6 +94,12 @@ class ModelDrafter:
             for part in self.reader.parts({rows[i]: feed[i] for i in active}):
                 samples |= self.reader.read(part, ends=True)
             logprobs = [samples[rows[i]].logprobs[0] if samples[rows[i]].usable else math.nan for i in active]
+            if not self._warned and any(map(math.isnan, logprobs)):
+                self._warned = True
+                log.warning(
+                    "The logits of rollout.drafter are NaN or infinite. Such drafts are left out, so rollouts lose its "
+                    "speed. Distil it again (python -m specrl.drafter), or leave it out."
+                )
             budget.drafter.observe(sum(len(feed[i]) for i in active), time.perf_counter() - began, len(active))
             for i in chain.step(logprobs, limits):
                 drafts[i] += samples[rows[i]].tokens

@@ -298,10 +298,8 @@ class TransformersEngine:
                     refuse_unusable([False], self.weight_version)
                 row, draft = cohort.rows[number], cohort.drafts[number]
                 accepted = self.rule(row.request.key, draft, samples)
-                emitted = row.emit(accepted, self.sampling.eos_ids)
+                self.drafting.advance(row, draft, accepted, self.sampling.eos_ids, stats)
                 policy.rollback(number, len(row.tokens) - 1)
-                stats.count(draft.source, len(draft.tokens), min(accepted.drafted, emitted))
-                self.drafting.learn(row, draft, accepted.tokens, accepted.drafted, accepted.rejected_tail)
                 emitted_tokens += len(accepted.tokens)
             now = time.perf_counter()
             device_s = now - max(in_flight.began, self._last_settled)  # from when the device was free for it

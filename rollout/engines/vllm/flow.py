@@ -1,7 +1,7 @@
 """What happens in a step of vLLM where the host drafts: which drafts it verifies, and what of them is accepted.
 
 Each row's inputs are its last token and its draft; what is sampled at these positions decides which draft tokens are
-accepted. How drafts get into a step and samples out of it depends on vLLM's model runner: v1.py and v2.py adapt it.
+accepted. How drafts get into a step and samples out of it depends on vLLM's model runner: see v1.py and planned.py.
 """
 
 from __future__ import annotations
@@ -220,9 +220,7 @@ class Flow:
             samples = TargetSamples(position, tokens, logprobs, draft_logprobs, states=states)
             accepted = self.rule(row.request.key, draft, samples)
             packed[0, start : start + len(accepted.tokens)] = accepted.tokens
-            counts[i] = row.emit(accepted, row.sampling.eos_ids)
-            self.drafting.learn(row, draft, accepted.tokens, accepted.drafted, accepted.rejected_tail)
-            self.stats.count(draft.source, len(draft.tokens), min(accepted.drafted, int(counts[i])))
+            counts[i] = self.drafting.advance(row, draft, accepted, row.sampling.eos_ids, self.stats)
         return counts
 
     def observe(self, seconds: float) -> None:

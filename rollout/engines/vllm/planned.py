@@ -115,13 +115,10 @@ class PlannedAdapter:
         flow.step.rows += 1
         flow.step.drafted += len(draft.tokens)
         flow.step.decoding |= bool(draft.tokens or row.tokens)
-        drafted = min(len(tokens) - 1, len(draft.tokens))
-        flow.drafting.learn(row, draft, tokens, drafted)
+        accepted = Accepted(tokens, logprobs, logprobs, min(len(tokens) - 1, len(draft.tokens)))
+        flow.step.emitted += flow.drafting.advance(row, draft, accepted, row.sampling.eos_ids, flow.stats)
         if self.with_model:
             self._learn_model(row, tokens)
-        count = row.emit(Accepted(tokens, logprobs, logprobs, drafted), row.sampling.eos_ids)
-        flow.stats.count(draft.source, len(draft.tokens), min(drafted, count))
-        flow.step.emitted += count
 
     def _learn_model(self, row: VLLMRow, tokens: Sequence[int]) -> None:
         """Observes how much of the model's last proposal was right, also where the text's draft was verified."""

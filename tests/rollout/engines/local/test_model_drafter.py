@@ -269,12 +269,14 @@ def test_the_draft_models_context_bounds_the_drafts(policy, plain, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_unusable_logits_are_dropped(policy, plain, value):
+def test_unusable_logits_are_dropped_with_one_warning(policy, plain, value, caplog):
     drafter = copy.deepcopy(policy)
     engine = Engine(policy, SAMPLING, window=4, drafter=drafter)
     with torch.no_grad():
         drafter.model.norm.weight.fill_(value)
+    engine.generate(requests())
     done, stats = engine.generate(requests())
+    assert caplog.text.count("The logits of rollout.drafter are NaN or infinite") == 1
     assert outputs(done) == outputs(plain)
     assert engine.sources["model"] == (0, 0)
     assert stats.drafted == 0
