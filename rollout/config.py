@@ -152,6 +152,11 @@ class RolloutConfig:
             conflict = f"<rollout.acceptance> accepts drafts in one process, and {elsewhere} in vLLM's workers"
             stored_only = self.acceptance == "judged" and elsewhere == f"rollout.drafter={self.drafter}"
             yield f"{conflict}. Try {'rollout.drafter= or ' * stored_only}rollout.acceptance=exact."
+        elif self.lossy and self.vllm.runner == "v2":
+            yield (
+                "<rollout.acceptance> accepts drafts in one process, and <rollout.vllm.runner> in vLLM's workers. Try "
+                "rollout.vllm.runner=auto."
+            )
         if self.planned and self.vllm.runner == "v1":
             yield f"<rollout.vllm.runner> cannot serve {self.planned}. Try rollout.vllm.runner=auto."
         if self.drafter == "head":

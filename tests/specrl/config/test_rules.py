@@ -87,6 +87,11 @@ WRONG = [
     (f"{VLLM} rollout.vllm.runner=v1 rollout.vllm.tensor_parallel=2", "tensor_parallel=2", "rollout.vllm.runner=auto."),
     (f"{VLLM} rollout.vllm.runner=v1 rollout.drafter=x", "rollout.drafter=x", "rollout.vllm.runner=auto."),
     (
+        f"{VLLM} rollout.vllm.runner=v2 rollout.acceptance=lenient",
+        "rollout.acceptance=lenient",
+        "rollout.vllm.runner=auto.",
+    ),
+    (
         f"{VLLM} cluster.num_workers=1 cluster.gpus_per_worker=1 rollout.vllm.tensor_parallel=2",
         "cluster.gpus_per_worker=1",
         "cluster.gpus_per_worker=2.",
