@@ -88,7 +88,6 @@ for name, words in json.loads((folder / "runs.json").read_text()):
             "copy": {n: t.double().sum().item() for n, t in trainer.rollouts.engine.model.state_dict().items()},
             "steps": trainer.state.global_step,
             "drafter": drafter and [p.double().sum().item() for p in drafter.drafter.parameters()],
-            "agreed": drafter and drafter.progress.agreement,
         }
 (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
 """
@@ -203,10 +202,9 @@ def test_a_resumed_run_of_sharded_ppo_is_the_undisturbed_one(launched):
         for key in ("losses", "rollouts"):
             assert cut[key] + rest[key] == whole[key]
         assert rest["copy"] == whole["copy"]
-        assert 0 < rest["agreed"] < 1
         assert rest["drafter"] != cut["drafter"], "control: it learned"
     first, second = (report["ppo fp32 rest"] for report in launched[1])
-    assert (first["drafter"], first["agreed"]) == (second["drafter"], second["agreed"])
+    assert first["drafter"] == second["drafter"]
 
 
 def test_each_process_holds_half_of_policy_and_critic(launched):

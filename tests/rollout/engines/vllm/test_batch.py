@@ -99,9 +99,9 @@ class Early(LogprobBuffer):
 class Stale(Flow):
     """Planted fault: rows that stay in the batch keep the positions of their first step."""
 
-    def accept(self, inputs, drafts, packed, first=0):
+    def accept(self, inputs, drafts, packed):
         before = inputs.batch.num_tokens.copy()
-        accepted = super().accept(inputs, drafts, packed, first)
+        accepted = super().accept(inputs, drafts, packed)
         inputs.batch.num_tokens[:] = before
         return accepted
 
