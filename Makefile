@@ -28,7 +28,7 @@ train: setup
 	$(PY) -m specrl.train config=grpo_math resume=auto $(ARGS)
 
 # Two processes; tests/conftest.py says what shares one of them, and in which order.
-PYTEST := $(PY) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 test: setup lint
 	$(PYTEST) -m "not long" $(ARGS)

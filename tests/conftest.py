@@ -49,13 +49,22 @@ LONGEST_FIRST = (
 
 
 def pytest_collection_modifyitems(items):
-    """Gives a file's tests to one process, so that what a module starts is started once, and the longest files first.
-
-    `--dist loadgroup` sends the rest to the next free process, tests of INDEPENDENT files one by one. The last of them
-    are short, so that both processes end at about the same time.
-    """
-    for item in items:
-        if item.path.name not in INDEPENDENT:
-            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(item.config.rootpath).as_posix()))
+    """The longest files come first, and files whose tests are independent last, so that processes end together."""
     names = (*LONGEST_FIRST, "", *INDEPENDENT)
     items.sort(key=lambda item: names.index(item.path.name if item.path.name in names else ""))
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config, log):
+    """A file's tests share a process, so that what a module starts is started once; those of INDEPENDENT need none.
+
+    The groups of `--dist loadgroup` have no effect with pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            path = nodeid.partition("::")[0]
+            return nodeid if path.endswith(INDEPENDENT) else path
+
+    return ByFile(config, log)

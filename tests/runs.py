@@ -319,12 +319,16 @@ PARTS = {"rollout": "gen", "control": "reuse_gap", "eval": "eval"}
 TIMED = ("gen", "store", "control", "reuse_gap", "drafter", "update", "step")
 
 
-def by_two_processes(folder: Path, program: str, timeout: float, **environment: str) -> tuple[list[dict], list[str]]:
-    """Runs a program in two CPU processes: the content of rank0.json and rank1.json in the folder, and the outputs."""
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        return server.getsockname()[1]
+
+
+def by_two_processes(folder: Path, program: str, timeout: float, **environment: str) -> tuple[list[dict], list[str]]:
+    """Runs a program in two CPU processes: the content of rank0.json and rank1.json in the folder, and the outputs."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     shared |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **environment}
     processes = [
         subprocess.Popen(

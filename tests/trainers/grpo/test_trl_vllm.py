@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 from specrl import reusing
 from specrl.rollout.types import RolloutError
 from specrl.run.policy import TINY_PATH
-from tests.runs import ROOT
+from tests.runs import ROOT, free_port
 
 pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
@@ -34,7 +33,8 @@ STARTS_WITHIN = 180  # seconds
 def row_of_the_matrix(folder: Path, mode: str, kind: str, *url: str) -> None:
     """Runs matrix.py, which compares. Its kinds async and environment are left out here."""
     command = [sys.executable, "-m", "tests.trainers.grpo.matrix", str(folder), mode, kind, *url]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=580)
+    environment = ENVIRONMENT | {"MASTER_PORT": str(free_port())}  # two tests at once would take TRL's first choice
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "equal in" in done.stdout
 
@@ -56,9 +56,7 @@ class serving:
     """A vLLM server for a `with` block. Args: command: what starts it, to which options are added."""
 
     def __init__(self, folder: Path, command: list[str], **environment: str):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / "log"
         self.command = [*command, *f"--model {TINY_PATH} --served-model-name tiny --port {port}".split()]
