@@ -17,17 +17,15 @@ if TYPE_CHECKING:
     from specrl.rollout.engines.local.engine import TransformersEngine
     from specrl.rollout.engines.vllm.engine import VLLMEngine
     from specrl.rollout.lossy.judged import Judged
-    from specrl.rollout.lossy.router import Scorer
     from specrl.rollout.verify import AcceptanceRule
 
 
-def build_engine(spec: EngineSpec, model: PreTrainedModel | None = None, scorer: Scorer | None = None) -> Engine:
+def build_engine(spec: EngineSpec, model: PreTrainedModel | None = None) -> Engine:
     """The engine of `rollout.engine` for the run's sampling and `rollout.acceptance`.
 
     Args:
         spec: what to build.
         model: the trainer's own model, which the transformers engine shares; None loads `spec.model`.
-        scorer: process rewards of draft steps, for `rollout.routed.by=rsd`.
 
     Raises:
         RolloutError: an option has an illegal value, or what it names cannot be loaded.
@@ -36,7 +34,7 @@ def build_engine(spec: EngineSpec, model: PreTrainedModel | None = None, scorer:
     check(config)
     sampling = _sampling(spec)
     if config.acceptance == "routed":
-        return _routed_engine(spec, model, scorer)
+        return _routed_engine(spec, model)
     if config.engine == "vllm":
         if config.acceptance == "judged":  # the head is for one policy, whose weights are read to compare
             judged = _judged(config, sampling, replace(spec, device="cpu").load(spec.model), None)
@@ -70,7 +68,7 @@ def build_policy(spec: EngineSpec, model: PreTrainedModel | None = None) -> Tran
     return TransformersEngine(policy, sampling, texts.rule, texts, spec.rollout, own_weights=model is None)
 
 
-def _routed_engine(spec: EngineSpec, model: PreTrainedModel | None, scorer: Scorer | None) -> Engine:
+def _routed_engine(spec: EngineSpec, model: PreTrainedModel | None) -> Engine:
     """A policy and a draft of the same make."""
     from specrl.rollout.drafting.drafting import check_vocab
     from specrl.rollout.engines.local.engine import TransformersEngine
@@ -92,7 +90,7 @@ def _routed_engine(spec: EngineSpec, model: PreTrainedModel | None, scorer: Scor
         of_draft = replace(spec, model=config.drafter, revision="", rollout=drafting)
         draft = _vllm_engine(of_draft, policy.sampling, *rule_and_drafting(drafting, policy.sampling))
     check_vocab(draft.vocab, policy.vocab)
-    return RoutedRollout(policy, draft, *build_router(config.routed, spec, scorer))
+    return RoutedRollout(policy, draft, *build_router(config.routed, spec))
 
 
 def _sampling(spec: EngineSpec) -> SamplingParams:
@@ -114,11 +112,13 @@ def _vllm_engine(spec: EngineSpec, sampling: SamplingParams, rule: AcceptanceRul
 def _judged(
     config: RolloutConfig, sampling: SamplingParams, policy: PreTrainedModel, drafter: PreTrainedModel | None
 ) -> Judged:
-    from specrl.rollout.lossy.judge import build_judge
+    from specrl.rollout.lossy.judge import JudgeHead
     from specrl.rollout.lossy.judged import DRAFT_TOKENS, Judged
+    from specrl.rollout.lossy.pair import fingerprint
 
     window = config.budget.window or DRAFT_TOKENS
-    return Judged(build_judge(config.judged, policy), sampling, drafter, window, config)
+    judge = JudgeHead.load(config.judged.path, policy=fingerprint(policy))
+    return Judged(judge, sampling, drafter, window, config)
 
 
 def rule_and_drafting(

@@ -143,12 +143,7 @@ class RolloutConfig:
                 yield f"{drafts}. Try rollout.vllm.{option}=auto."
 
     def _vllm_problems(self) -> Iterator[str]:
-        if self.acceptance == "judged" and self.judged.by == "kl":
-            yield (
-                "<rollout.judged.by> needs distributions of rollout.drafter, and <rollout.engine> judges stored "
-                "responses only. Try rollout.judged.by=judge, or rollout.engine=transformers."
-            )
-        elif self.lossy and (elsewhere := self.vllm.on_device or self.planned):
+        if self.lossy and (elsewhere := self.vllm.on_device or self.planned):
             conflict = f"<rollout.acceptance> accepts drafts in one process, and {elsewhere} in vLLM's workers"
             stored_only = self.acceptance == "judged" and elsewhere == f"rollout.drafter={self.drafter}"
             yield f"{conflict}. Try {'rollout.drafter= or ' * stored_only}rollout.acceptance=exact."

@@ -57,33 +57,27 @@ class BudgetConfig:
 
 @dataclass
 class JudgedConfig:
-    by: Literal["judge", "kl"] = doc(
-        "judge",
-        "judge: a trained classifier of draft tokens; kl: the KL divergence of the policy from rollout.drafter",
-    )
     path: str = doc("", "directory of the trained judge")
-    threshold: float = doc(0.5, "by=kl: largest accepted KL in nats; a judge has its own threshold")
 
 
 @dataclass
 class RoutedConfig:
-    by: Literal["likelihood", "arbitrage", "rsd"] = doc(
+    by: Literal["likelihood", "arbitrage"] = doc(
         "likelihood",
         "score that decides whether the policy rewrites a draft step. likelihood: the policy's, in a pass over the "
-        "step; arbitrage: a trained router that sees the draft alone; rsd: a process reward model",
+        "step; arbitrage: a trained router that sees the draft alone",
     )
-    path: str = doc("", "directory of the router (arbitrage) or the process reward model (rsd)")
+    path: str = doc("", "directory of arbitrage's router")
     threshold: float = doc(
         0.5,
-        "arbitrage: largest accepted probability of a gain by the policy; rsd: lowest accepted score; likelihood: "
-        "largest accepted value in nats",
+        "largest score at which a draft step is kept. arbitrage: probability of a gain by the policy; likelihood: nats",
     )
     separators: list[str] = doc(["\\n\\n"], "texts that end a reasoning step; \\n is a newline")
     max_step_tokens: int = doc(128, "longest draft step in tokens; the policy generates longer ones", low=1)
 
     def problems(self) -> Iterator[str]:
         """Messages for options of no use, with `<key>` for `key=value`."""
-        if self.by in ("rsd", "arbitrage") and self.threshold > 1:
+        if self.by == "arbitrage" and self.threshold > 1:
             yield "<rollout.routed.threshold> is no probability, as <rollout.routed.by> needs. Try 0.5."
         if not self.separators or "" in self.separators:
             yield r"rollout.routed.separators must name at least one text. Try rollout.routed.separators=[\n\n]."

@@ -56,13 +56,13 @@ class Serving(NamedTuple):
 @contextmanager
 def serving(config: Config) -> Iterator[Serving]:
     """The policy of the config, loaded into an engine in this process, without the run's workers."""
-    from specrl.lossy.routing import build_scored
+    from specrl.rollout.build import build_engine
     from specrl.run.policy import engine_spec, load_policy
 
     config.cluster.num_workers = 0
     model, tokenizer, eos_ids = load_policy(config)
     shared = model.eval() if config.rollout.engine == "transformers" else None
-    engine = build_scored(config, engine_spec(config, eos_ids), shared)
+    engine = build_engine(engine_spec(config, eos_ids), shared)
     try:
         yield Serving(engine, tokenizer, model, eos_ids)
     finally:

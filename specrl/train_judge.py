@@ -7,7 +7,7 @@ has stored, with the policy that the run ended with:
 
     python -m specrl.train_judge config=grpo_math model=outputs/run/model cache=outputs/run out=DIR
 
-The report compares, on held-out problems, exact verification, the head and, with a draft model, the KL rule.
+The report compares, on held-out problems, exact verification and the head.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(config: TrainJudgeConfig) -> int:
     from specrl.lossy.judging import Drafted, compare, mismatches, read_cache, train
     from specrl.lossy.pair import load_pair
     from specrl.reward.loading import load_rewards
-    from specrl.rollout.lossy.judge import Judge, JudgeHead, KLJudge
+    from specrl.rollout.lossy.judge import JudgeHead
     from specrl.run import preflight
 
     preflight.check_out(config.out)
@@ -65,10 +65,7 @@ def main(config: TrainJudgeConfig) -> int:
         labels = mismatches(pair, training, rewards, config.mismatches)
         judge, report = train(labels, config, config.recall)
         exact = JudgeHead(judge.weight, judge.bias, 0.0)
-        rules: dict[str, Judge] = {"exact": exact, "judge": judge}
-        if not config.cache:
-            rules["KL rule"] = KLJudge()
-        report["rules"] = compare(pair, rules, held_out, rewards)
+        report["rules"] = compare(pair, {"exact": exact, "judge": judge}, held_out, rewards)
     fingerprints = pair.fingerprints()
     draft = config.cache or fingerprints["draft"]
     judge.save(config.out, {"policy": fingerprints["policy"], "draft": draft, "report": report})

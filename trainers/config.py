@@ -14,7 +14,6 @@ class DrafterConfig:
     train: bool = doc(False, "train rollout.drafter along with the policy, on hidden states of its update")
     objective: Literal["forward_kl", "tvd"] = doc("tvd", "distance from the policy that is minimised")
     learning_rate: float = doc(1e-4, "AdamW learning rate")
-    interval: int = doc(1, "optimiser steps between rounds of co-training", low=1)
     share: float = doc(0.03, "share of each rollout's tokens to train on, prompts included", high=1)
     updates: int = doc(4, "maximum gradient steps per round", low=1)
     tokens_per_update: int = doc(1024, "maximum tokens per gradient step, prompts included", low=1)

@@ -7,8 +7,7 @@ same problems and keys. Costs do not depend on the load of the machine: tokens t
 of one response at a time, weighted by the layers of the model. Seconds of the routers that can serve are measured in
 turn at one threshold each.
 
-`rsd on true values` scores continuations by the policy with the reference answer, which no decoder has. Its passes mean
-nothing, nor do those of the oracle, which also sees the policy's step before it decides; both are left out.
+The oracle sees the policy's step before it decides, so its passes mean nothing and are left out.
 """
 
 from __future__ import annotations
@@ -31,14 +30,12 @@ from specrl.rollout.sections import doc
 from specrl.rollout.types import EngineStats
 
 NORMAL_95 = 1.96
-TRUE = "rsd on true values"
 THRESHOLDS = {
-    TRUE: (0.25, 0.75),
     "likelihood": (0.0, 1.0, 3.0, 6.0),
     "arbitrage": (0.15, 0.3, 0.5, 0.7, 0.85),
     "oracle": (0.0,),
 }
-UNSERVED = (TRUE, "oracle")  # their scores come from continuations
+UNSERVED = ("oracle",)  # its scores come from continuations
 TIMED = {"likelihood": 1.0, "arbitrage": 0.3}  # against the policy alone, near its accuracy
 ROWS = (1, 16)  # decoded together where seconds are measured
 REPEATS = 5
@@ -85,7 +82,7 @@ def main(config: RouterBenchConfig) -> int:
     engines = {name: pair.routed(router) for name, router in routers(config, pair, examples, rewards).items()}
     for name, engine in engines.items():
         for level in THRESHOLDS[name]:
-            engine.router.threshold = 1 - level if name == TRUE else level
+            engine.router.threshold = level
             points.append(bench.routed(name, level, engine))
             print(points[-1], flush=True)
     rewards.close()
@@ -109,26 +106,20 @@ def main(config: RouterBenchConfig) -> int:
 
 def routers(config: RouterBenchConfig, pair, examples: Sequence, rewards) -> dict:
     """The router of each method that was asked for."""
-    from specrl.lossy.routing import StepValues, advantage, prefix
+    from specrl.lossy.routing import StepValues, advantage
     from specrl.rollout.lossy.arbitrage import load_learned
     from specrl.rollout.lossy.pair import fingerprint
-    from specrl.rollout.lossy.router import by_advantage, by_likelihood, by_reward
-    from specrl.run.prompts import seen
+    from specrl.rollout.lossy.router import by_advantage, by_likelihood
 
     folder, separators = Path(config.rollout.routed.path), config.rollout.routed.step_separators
     values = StepValues(pair, rewards, config.continuations, config.seed + 2)
-    begun = seen(examples, [""] * len(examples), pair.tokenizer, config.dataset)
 
     def learned():
         return load_learned(
             folder, draft=fingerprint(pair.draft), policy=fingerprint(pair.policy), separators=separators
         )
 
-    def true_values(candidates: Sequence) -> list[float]:
-        return values([prefix(c, c.step, begun[c.row], pair.tokenizer) for c in candidates])
-
     made = {
-        TRUE: lambda: by_reward(true_values),
         "likelihood": lambda: by_likelihood(0.0),
         "arbitrage": learned,
         "oracle": lambda: by_advantage(advantage(pair, values, examples)),
@@ -253,7 +244,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
 
     from specrl.results.plots import BLACK, BLUE, RED, SKY
 
-    colours = {"draft": "#999933", "policy": BLACK, TRUE: "#CC79A7"}
+    colours = {"draft": "#999933", "policy": BLACK}
     colours |= {"likelihood": SKY, "arbitrage": BLUE, "oracle": RED}
     keys = {
         "policy_tokens": "tokens of the policy per response",

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from specrl.rollout.engines.base import EngineSpec
 from specrl.rollout.lossy.pair import fingerprint, read_card
-from specrl.rollout.lossy.router import Candidate, Router, Scorer, Step, StepEnd, by_likelihood, by_reward
+from specrl.rollout.lossy.router import Candidate, Router, Step, StepEnd, by_likelihood
 from specrl.rollout.sections import RoutedConfig
 from specrl.rollout.types import RolloutError
 
@@ -91,19 +91,15 @@ def build_step_end(config: RoutedConfig, tokenizer: PreTrainedTokenizerBase, eos
     return StepEnd(config.step_separators, tokenizer.decode, eos_ids, config.max_step_tokens, len(tokenizer))
 
 
-def build_router(config: RoutedConfig, spec: EngineSpec, scorer: Scorer | None) -> tuple[Router, StepEnd]:
+def build_router(config: RoutedConfig, spec: EngineSpec) -> tuple[Router, StepEnd]:
     """The router of `rollout.routed`, and the end of its steps.
 
     Raises:
-        RolloutError: no process reward for rsd, or a learned router of another pair.
+        RolloutError: a learned router of another pair.
     """
     step_end = build_step_end(config, AutoTokenizer.from_pretrained(spec.tokenizer or spec.model), spec.eos_ids)
     if config.by == "likelihood":
         return by_likelihood(config.threshold), step_end
-    if config.by == "rsd":
-        if scorer is None:
-            raise RolloutError("rollout.routed.by=rsd needs process rewards of steps, and no scorer was passed")
-        return by_reward(scorer, config.threshold), step_end
     on_cpu = replace(spec, device="cpu")
     router = load_learned(
         config.path,

@@ -1,7 +1,7 @@
 """Token judges: whether a draft token is accepted although the policy would have sampled another. All are lossy.
 
 Judge Decoding (arXiv 2501.19309) predicts this from the policy's hidden state with a linear head; AutoJudge
-(arXiv 2504.20039) trains that head on answers that did not change. The rule of arXiv 2601.04766 needs no training.
+(arXiv 2504.20039) trains that head on answers that did not change.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specrl.rollout.lossy.pair import fingerprint, read_card, write_card
-from specrl.rollout.sections import JudgedConfig
+from specrl.rollout.lossy.pair import read_card, write_card
 from specrl.rollout.types import RolloutError
 
 WEIGHTS = "judge.safetensors"
@@ -28,18 +27,13 @@ class Judge(Protocol):
     It is asked about every draft token, not only mismatches: tokens that it accepts follow the draft's distribution.
     """
 
-    needs_logprobs: bool
-    """Whether it compares the distributions of both models."""
     usual_share: float | None
     """The share of the mismatches that it accepted when it was trained; None unless it was."""
 
-    def unimportant(self, hidden: Tensor, policy: Tensor | None, draft: Tensor | None) -> Sequence[bool]:
+    def unimportant(self, hidden: Tensor) -> Sequence[bool]:
         """True where a draft token may be accepted whatever the policy samples.
 
-        Args:
-            hidden: the policy's final hidden states [N, H] after it has read each draft token.
-            policy: its log-probs [N, V] at the tokens' positions; None without `needs_logprobs`.
-            draft: the draft model's; None also for stored text.
+        Args: hidden: the policy's final hidden states [N, H] after it has read each draft token.
         """
 
 
@@ -53,8 +47,6 @@ class JudgeHead:
         usual_share: see Judge.
     """
 
-    needs_logprobs = False
-
     def __init__(self, weight: Tensor, bias: float, threshold: float, usual_share: float | None = None):
         self.weight = weight.float()
         self.bias = bias
@@ -65,7 +57,7 @@ class JudgeHead:
         """Probabilities [N] from hidden states [N, H]."""
         return (hidden.float() @ self.weight.to(hidden.device) + self.bias).sigmoid()
 
-    def unimportant(self, hidden: Tensor, policy: Tensor | None, draft: Tensor | None) -> Sequence[bool]:
+    def unimportant(self, hidden: Tensor) -> Sequence[bool]:
         """Tokens whose probability of changing the answer is below the threshold; NaN is not."""
         return (self.importance(hidden) < self.threshold).tolist()
 
@@ -91,34 +83,3 @@ class JudgeHead:
         if lacking := {"threshold", "usual_share"} - card.keys():
             raise RolloutError(f"the judge in {folder} has no {min(lacking)}; train it again")
         return cls(weight, bias, card["threshold"], card["usual_share"])
-
-
-class KLJudge:
-    """Accepts a draft token where both models nearly agree and the policy is not sure of its next token.
-
-    Args:
-        max_kl: largest KL(policy, draft) in nats at which a mismatch is accepted.
-        confident: the policy's top probability above which a token is verified exactly.
-    """
-
-    needs_logprobs = True
-    usual_share: float | None = None
-
-    def __init__(self, max_kl: float = 0.1, confident: float = 0.9):
-        self._max_kl = max_kl
-        self._confident = confident
-
-    def unimportant(self, hidden: Tensor, policy: Tensor | None, draft: Tensor | None) -> Sequence[bool]:
-        """Accepts nothing of stored text, of which only the tokens' own log-probs are known."""
-        if policy is None or draft is None:
-            return [False] * len(hidden)
-        p = policy.exp()
-        kl = torch.where(p > 0, p * (policy - draft), 0.0).sum(-1)
-        return ((kl <= self._max_kl) & (p.amax(-1) <= self._confident)).tolist()
-
-
-def build_judge(config: JudgedConfig, policy: torch.nn.Module) -> Judge:
-    """The judge of `rollout.judged`. Raises RolloutError for a head of another policy."""
-    if config.by == "kl":
-        return KLJudge(config.threshold)
-    return JudgeHead.load(config.path, policy=fingerprint(policy))

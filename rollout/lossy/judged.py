@@ -7,8 +7,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from specrl.rollout.config import RolloutConfig
@@ -34,8 +32,6 @@ class JudgedDraft(Draft):
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    states: list[Tensor] = field(default_factory=list)
-    """The draft model's final hidden state before each token; empty for stored text."""
     next_token: int | None = None
     """The stored text's token after the draft, if a judge will be asked about it in the next pass."""
 
@@ -44,19 +40,15 @@ class JudgedDraft(Draft):
         next_token = self.next_token
         if count < len(self.tokens):
             next_token = None if math.isnan(self.logprobs[count]) else self.tokens[count]
-        return JudgedDraft(self.tokens[:count], self.source, self.logprobs[:count], self.states[:count], next_token)
+        return JudgedDraft(self.tokens[:count], self.source, self.logprobs[:count], next_token)
 
 
 class DraftWithLogprobs(ModelDrafter):
-    """A draft model that is asked for one token after another, and for the distributions that it sampled them from."""
+    """A draft model that is asked for one token after another."""
 
     def follow(self, texts: Mapping[int, Sequence[int]]) -> dict[int, TargetSamples]:
         """See `Reader.follow`."""
         return self.reader.follow(texts)
-
-    def all_logprobs(self, states: Sequence[Tensor]) -> Tensor:
-        """Log-probs [N, V] after final hidden states [H]."""
-        return self.packed.lm_head(torch.stack([*states])).float().log_softmax(-1)
 
 
 class Judged(Drafting):
@@ -98,7 +90,6 @@ class Judged(Drafting):
 
     def attach(self, policy: PackedModel) -> None:
         self.vocab = policy.vocab
-        self._lm_head = policy.lm_head
         if self._writer:
             check_vocab(self._writer.packed.vocab, policy.vocab)
 
@@ -120,7 +111,6 @@ class Judged(Drafting):
                 sample = samples[rows[i].number]
                 drafts[i].tokens.append(sample.tokens[-1])
                 drafts[i].logprobs.append(sample.logprobs[-1])
-                drafts[i].states.append(sample.hidden[-1])
             writing = [i for i in writing if self._continues(rows[i], drafts[i].tokens)]
         return [*drafts]
 
@@ -202,13 +192,8 @@ class Judged(Drafting):
         if not positions:
             return set()
         hidden = samples.hidden[[i + 1 for i in positions]]
-        policy = draft_logprobs = None
-        if self.judge.needs_logprobs:
-            policy = self._lm_head(samples.hidden[positions]).float().log_softmax(-1)
-            if draft.states and self._writer is not None:
-                draft_logprobs = self._writer.all_logprobs([draft.states[i] for i in positions])
         try:
-            verdicts: list[object] = list(self.judge.unimportant(hidden, policy, draft_logprobs))
+            verdicts: list[object] = list(self.judge.unimportant(hidden))
         except Exception:  # of a learned or user-written judge; exact verification is always right
             verdicts = []
         if len(verdicts) != len(positions):

@@ -115,7 +115,7 @@ class StepEnd:
 
 
 Scorer = Callable[[Sequence[Candidate]], Sequence[float]]
-"""One number per candidate. Process rewards are passed in this way, as the rollout package does not know rewards."""
+"""One number per candidate."""
 
 
 @dataclass
@@ -176,18 +176,6 @@ def by_likelihood(threshold: float) -> Router:
     """
     needs = frozenset({"likelihood"})
     return Router(lambda steps: [-min(c.step.policy_logprobs) for c in steps], threshold, needs=needs)
-
-
-def by_reward(scorer: Scorer, min_reward: float = 0.7) -> Router:
-    """Reward-guided speculative decoding (RSD, arXiv 2501.19324): escalates a step whose process reward is low.
-
-    It does so also where the policy would do no better.
-
-    Args:
-        scorer: process reward of each candidate step, 0 to 1.
-        min_reward: RSD's threshold; the published code uses 0.7.
-    """
-    return Router(lambda steps: [1 - reward for reward in scorer(steps)], 1 - min_reward, high=1.0)
 
 
 def by_advantage(advantage: Scorer, threshold: float = 0.0) -> Router:

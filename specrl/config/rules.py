@@ -99,12 +99,12 @@ def _drafter_rules(c: Config) -> Iterator[str]:
         yield from _training_drafter_rules(c)
     if r.acceptance not in ("judged", "routed"):
         return
-    section = r.judged if r.acceptance == "judged" else r.routed
-    by = f"rollout.{r.acceptance}.by"
-    if not r.drafter and (r.acceptance == "routed" or section.by == "kl" or not r.sources):
-        yield f"<{by}> needs a draft model. {DRAFTER}."
-    if section.by in ("judge", "rsd", "arbitrage") and not section.path:
-        yield f"<{by}> needs rollout.{r.acceptance}.path, a directory from specrl.train_router or specrl.train_judge."
+    if not r.drafter and (r.acceptance == "routed" or not r.sources):
+        yield f"<rollout.acceptance> needs a draft model. {DRAFTER}."
+    if r.acceptance == "judged" and not r.judged.path:
+        yield "<rollout.acceptance> needs rollout.judged.path, a directory from specrl.train_judge."
+    if r.acceptance == "routed" and r.routed.by == "arbitrage" and not r.routed.path:
+        yield "<rollout.routed.by> needs rollout.routed.path, a directory from specrl.train_router."
 
 
 def _training_drafter_rules(c: Config) -> Iterator[str]:
@@ -116,13 +116,6 @@ def _training_drafter_rules(c: Config) -> Iterator[str]:
         )
     elif acceptance not in ("exact", "judged"):
         yield "<trainer.drafter.train> has no effect with <rollout.acceptance>. Try rollout.acceptance=exact."
-    if acceptance != "judged":
-        return
-    if c.trainer.drafter.interval > 1:
-        yield (
-            "<trainer.drafter.interval> keeps texts between steps, which no checkpoint holds, and with "
-            "<rollout.acceptance> the draft model decides what is sampled. Try trainer.drafter.interval=1."
-        )
 
 
 def _algorithm_rules(c: Config) -> Iterator[str]:

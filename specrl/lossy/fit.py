@@ -106,7 +106,7 @@ def fit_judge(labels: Labels, recall: float) -> tuple[JudgeHead, float] | None:
         fits.append((roc_auc(logits.tolist(), truth), weight, bias, logits.sigmoid().tolist()))
     area, weight, bias, chances = max(fits, key=lambda fit: fit[0])
     judge = JudgeHead(weight, bias, threshold_for_recall(chances, truth, recall))
-    judge.usual_share = sum(judge.unimportant(labels.hidden, None, None)) / len(labels)
+    judge.usual_share = sum(judge.unimportant(labels.hidden)) / len(labels)
     return judge, area
 
 

@@ -1,74 +1,58 @@
-"""Values of reasoning steps: process rewards of a run, Monte-Carlo values under its policy, and a router's fit."""
+"""Monte-Carlo values of reasoning steps under the policy, and the fit of a router to them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from math import isfinite, nan
+from statistics import fmean
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
 from specrl.lossy.fit import Record, accuracy_by_class, logistic, usual_gaps
 from specrl.lossy.pair import Pair
 from specrl.reward.base import Sample
-from specrl.reward.prm import Prefix, TransformersPRM, monte_carlo
 from specrl.reward.set import RewardSet
-from specrl.rollout.build import build_engine
-from specrl.rollout.engines.base import Engine, EngineSpec
 from specrl.rollout.keys import derive_key
 from specrl.rollout.lossy.arbitrage import GRID, features, probability
 from specrl.rollout.lossy.router import Candidate, Scorer, Step, by_advantage
 from specrl.rollout.types import Request
 from specrl.run.accuracy import requests
 from specrl.run.data import Example
-from specrl.run.policy import load_tokenizer
 from specrl.run.prompts import seen
 
 WALKS = {"oracle": 0.0, "draft": 1.0}  # advantage above which the walk continues with the policy's step
 
 
+@dataclass(frozen=True)
+class Prefix:
+    """A response up to the end of one of its steps."""
+
+    sample: Sample
+    """With the text so far."""
+    tokens: tuple[int, ...]
+    """The prompt and the response so far."""
+    finished: bool
+    """Whether the response has ended."""
+
+
 def prefix(candidate: Candidate, step: Step, prompt: Sample, tokenizer: PreTrainedTokenizerBase) -> Prefix:
-    """The response continued with `step`, for process rewards. Args: prompt: a sample without a response."""
+    """The response continued with `step`. Args: prompt: a sample without a response."""
     response = [*candidate.response, *step.tokens]
     (text,) = tokenizer.batch_decode([response], skip_special_tokens=True)
-    return Prefix(
-        prompt=prompt.prompt,
-        completion=text,
-        answer=prompt.answer,
-        fields=prompt.fields,
-        messages=prompt.messages,
-        finished=step.end == "eos",
-        tokens=(*candidate.prompt, *response),
-    )
-
-
-def build_scored(config: Config, spec: EngineSpec, model: PreTrainedModel | None = None) -> Engine:
-    """The engine of a run whose options may name a process reward model, here or in a worker. Args: see
-    `build_engine`."""
-    return build_engine(spec, model, step_scorer(config, spec.device))
-
-
-def step_scorer(config: Config, device: str) -> Scorer | None:
-    """Process rewards of draft steps for `rollout.routed.by=rsd`, NaN for none; None for other routers."""
-    if (config.rollout.acceptance, config.rollout.routed.by) != ("routed", "rsd"):
-        return None
-    tokenizer = load_tokenizer(config)
-    prm = TransformersPRM(config.rollout.routed.path, device)
-
-    def scores(candidates: Sequence[Candidate]) -> Sequence[float]:
-        prompts = tokenizer.batch_decode([[*c.prompt] for c in candidates], skip_special_tokens=True)
-        pairs = zip(candidates, prompts, strict=True)
-        rewards = prm([prefix(c, c.step, Sample(prompt, ""), tokenizer) for c, prompt in pairs])
-        return [nan if reward is None else reward for reward in rewards]
-
-    return scores
+    return Prefix(replace(prompt, completion=text), (*candidate.prompt, *response), step.end == "eos")
 
 
 class StepValues:
-    """Monte-Carlo values of prefixes under the policy; a prefix is valued once, NaN without a score.
+    """Values of prefixes under the policy: the mean reward of several continuations, NaN where none has a score.
+
+    With n continuations of a 0/1 reward a value v has the standard error sqrt(v (1 - v) / n) (Math-Shepherd, arXiv
+    2312.08935). A prefix is valued once.
 
     Args:
         pair: its policy finishes the responses, with the run's sampling params.
@@ -89,17 +73,26 @@ class StepValues:
 
     def __call__(self, prefixes: Sequence[Prefix]) -> list[float]:
         new = {p.tokens: p for p in prefixes if p.tokens not in self.known}
-        values = monte_carlo(list(new.values()), self._continue, self._score) if new else []
-        self.known |= {tokens: nan if value is None else value for tokens, value in zip(new, values, strict=True)}
+        endings = self._endings([*new.values()])
+        samples = [
+            replace(p.sample, completion=p.sample.completion + ending)
+            for p, group in zip(new.values(), endings, strict=True)
+            for ending in group
+        ]
+        scores = iter(self._score(samples) if samples else [])
+        for tokens, group in zip(new, endings, strict=True):
+            valid = [score for score in islice(scores, len(group)) if score is not None]
+            self.known[tokens] = fmean(valid) if valid else nan
         return [self.known[p.tokens] for p in prefixes]
 
-    def _continue(self, prefixes: Sequence[Prefix]) -> list[list[str]]:
+    def _endings(self, prefixes: Sequence[Prefix]) -> list[list[str]]:
+        """The texts that follow each prefix; nothing follows one that has ended."""
         cap = self._pair.config.rollout.max_new_tokens
-        count = len(self._keys)
-        done, _ = self._engine.generate([Request(p.tokens, key, cap) for p in prefixes for key in self._keys])
+        requests = [Request(p.tokens, key, cap) for p in prefixes if not p.finished for key in self._keys]
+        done = self._engine.generate(requests)[0] if requests else []
         self.decoded += sum(len(c.tokens) for c in done)
-        texts = self._pair.tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True)
-        return [texts[i : i + count] for i in range(0, len(texts), count)]
+        texts = iter(self._pair.tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True))
+        return [[""] if p.finished else [*islice(texts, len(self._keys))] for p in prefixes]
 
 
 def advantage(pair: Pair, values: StepValues, examples: Sequence[Example]) -> Scorer:

@@ -196,8 +196,8 @@ def rule(config: Config | None) -> str:
     rollout = config.rollout
     if rollout.acceptance in ("judged", "routed"):
         source = "old text" if rollout.accepts_old_text else "the draft model's text"
-        option = f"rollout.{rollout.acceptance}.by={getattr(rollout, rollout.acceptance).by}"
-        return f"lossy: {source} is accepted where {option} allows, and follows the distribution that sampled it."
+        by = "the judge" if rollout.acceptance == "judged" else f"rollout.routed.by={rollout.routed.by}"
+        return f"lossy: {source} is accepted where {by} allows, and follows the distribution that sampled it."
     if rollout.acceptance == "off":
         return "off: plain decoding without speculation."
     if rollout.acceptance == "lenient":

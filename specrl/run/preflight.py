@@ -71,16 +71,16 @@ def _drafter(config: Config) -> Iterator[str]:
 
 def _learned(config: Config) -> Iterator[str]:
     """Yields a message if the learned router or judge is missing."""
-    acceptance = config.rollout.acceptance
-    if acceptance not in ("judged", "routed"):
+    rollout = config.rollout
+    key = {"judged": "rollout.judged.path", "routed": "rollout.routed.path"}.get(rollout.acceptance)
+    if key is None or (rollout.acceptance == "routed" and rollout.routed.by == "likelihood"):
         return
-    options = getattr(config.rollout, acceptance)
-    command = {"arbitrage": "train_router", "judge": "train_judge"}.get(options.by)
-    if command and _absent(options.path, config.output_dir, hub=False):
+    path = getattr(rollout, rollout.acceptance).path
+    if _absent(path, config.output_dir, hub=False):
+        command = "train_judge" if rollout.acceptance == "judged" else "train_router"
         yield (
-            f"rollout.{acceptance}.path={options.path} does not exist, which rollout.{acceptance}.by={options.by} "
-            f"needs. Make it first, with this run's config: python -m specrl.{command} out={options.path} "
-            f"({CONFIG_COMMENT})."
+            f"{key}={path} does not exist. Make it first, with this run's config: python -m specrl.{command} "
+            f"out={path} ({CONFIG_COMMENT})."
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,17 +175,12 @@ def toolbox(config: Config, tokenizer: PreTrainedTokenizerBase) -> Tools | None:
 
 def make_engine(config: Config, spec: EngineSpec, trained: PreTrainedModel) -> Engine:
     """The engine of the run: a pool of workers on the connected Ray cluster, or one engine in this process."""
-    build = build_engine
-    if config.rollout.acceptance == "routed":
-        from specrl.lossy.routing import build_scored
-
-        build = partial(build_scored, config)
     if config.cluster.num_workers:
         from specrl.rollout.workers.pool import RolloutPool
 
-        return RolloutPool(spec, config.cluster, build)
+        return RolloutPool(spec, config.cluster, build_engine)
     shares_weights = config.rollout.engine == "transformers" and policy.trained_dtype(config) == spec.dtype
-    return build(spec, trained if shares_weights else None)
+    return build_engine(spec, trained if shares_weights else None)
 
 
 def build_trainer(

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import specrl.train
 from specrl.config import load as cli
@@ -103,10 +103,8 @@ NEEDS = {
     "rollout.ahead": {"auto": "tests/integration/test_ray.py", "off": EXACT},
     "rollout.cache.clear": {ALL: EXACT},
     "rollout.cache.log": {"true": EXACT},
-    "rollout.judged.by": {"judge": {**JUDGE, "rollout.sources": "[]"}, "kl": JUDGED},
     "rollout.routed.by": {
         ALL: ROUTED,
-        "rsd": {**ROUTED, "rollout.routed.path": "{prm}"},
         "arbitrage": {**ROUTED, **LEARNED, "rollout.routed.path": "{arbitrage}"},
     },
     "rollout.vllm.scheduling": {ALL: VLLM, "async": ON_DEVICE},
@@ -196,9 +194,9 @@ FAST = {"model": "{policy}", "reward.functions": "[tests.runs:digits]", "reward.
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Results of other commands: a draft model, routers, a judge and a process reward model, all of them random."""
+    """Results of other commands: a draft model, routers and a judge, all of them random."""
     folder = tmp_path_factory.mktemp("made")
-    paths = {name: str(folder / name) for name in ("drafter", "arbitrage", "arbitrage lines", "judge", "prm")}
+    paths = {name: str(folder / name) for name in ("drafter", "arbitrage", "arbitrage lines", "judge")}
     model = AutoModelForCausalLM.from_pretrained(policy())
     weak = AutoModelForCausalLM.from_pretrained(drafter(folder / "drafter"))
     card = {"kind": "arbitrage", "policy": fingerprint(model), "draft": fingerprint(weak)}
@@ -207,10 +205,6 @@ def made(tmp_path_factory):
         (folder / name).mkdir()
         write_card(folder / name, {**card, "separators": separators})
     JudgeHead(torch.ones(model.config.hidden_size), 0.0, 0.5).save(folder / "judge", {"policy": card["policy"]})
-    shape = model.config
-    shape.num_labels = 2
-    AutoModelForSequenceClassification.from_config(shape).save_pretrained(folder / "prm")
-    AutoTokenizer.from_pretrained(policy()).save_pretrained(folder / "prm")
     return {"policy": str(policy()), **paths}
 
 

@@ -19,7 +19,7 @@ from specrl.rollout.engines.base import EngineSpec, SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.keys import derive_key
 from specrl.rollout.lossy.lenient import lenient
-from specrl.rollout.sections import CacheConfig, JudgedConfig, VLLMConfig
+from specrl.rollout.sections import CacheConfig, VLLMConfig
 from specrl.rollout.types import Request, RolloutError, Row
 
 NAN = math.nan
@@ -52,7 +52,7 @@ WRONG = [
     (RolloutConfig(sources=["sibling"]), "rollout.sources has 'sibling'", "Did you mean"),
     (RolloutConfig(cache=CacheConfig(max_mb=0)), "rollout.cache.max_mb=0", "rollout.cache.max_mb=1."),
     (RolloutConfig(budget=4), "rollout.budget is 4", "BudgetConfig"),
-    (RolloutConfig(judged=JudgedConfig(by="Judge")), "rollout.judged.by='Judge'", "'judge'?"),
+    (RolloutConfig(vllm=VLLMConfig(runner="V1")), "rollout.vllm.runner='V1'", "'v1'?"),
     (RolloutConfig(vllm=VLLMConfig(draft_tokens=128)), "rollout.vllm.draft_tokens=128", "draft_tokens=127."),
 ]
 

@@ -464,12 +464,12 @@ def test_flips_lost_rewards_and_torn_lines_are_noted(tmp_path):
         ("exact", {"replay": 0.5}, "spec/reuse_gap"),
         ("lenient", {"lenience": 1.6}, "l=1.6"),
         ("off", {}, "plain decoding"),
-        ("judged", {}, "old text is accepted where rollout.judged.by=judge"),
+        ("judged", {}, "old text is accepted where the judge allows"),
         ("judged", {"sources": []}, "the draft model's text is accepted where"),
         (
             "routed",
-            {"routed": RoutedConfig(by="rsd")},
-            "the draft model's text is accepted where rollout.routed.by=rsd",
+            {"routed": RoutedConfig(by="arbitrage")},
+            "the draft model's text is accepted where rollout.routed.by=arbitrage",
         ),
     ],
 )

@@ -104,18 +104,6 @@ def chosen(texts: Sequence[Text], tokens: int, max_length: int, generator: torch
     return parts
 
 
-def latest(reads: Sequence[Read], tokens: int) -> list[Read]:
-    """The latest of `reads` (oldest first) with at most `tokens` tokens together."""
-    kept: list[Read] = []
-    total = 0
-    for item in reversed(reads):
-        total += len(item.text)
-        if total > tokens:
-            break
-        kept.append(item)
-    return kept[::-1]
-
-
 def batches(reads: Sequence[Read], tokens: int) -> Iterator[list[Read]]:
     """Consecutive reads of at most `tokens` tokens together, or a single one that is longer."""
     batch: list[Read] = []

@@ -28,7 +28,7 @@ from specrl.rollout.types import RolloutError
 from specrl.trainers import snapshot
 from specrl.trainers.config import DrafterConfig
 from specrl.trainers.cotraining import distil
-from specrl.trainers.cotraining.texts import Read, Tap, Text, chosen, latest
+from specrl.trainers.cotraining.texts import Read, Tap, Text, chosen
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,6 @@ CausalLM = Any  # a model of transformers, a peft model around one, or a head: t
 class Progress:
     """What a resumed trainer needs besides weights."""
 
-    steps: int = 0
     rollouts: int = 0
     rounds: int = 0
     off: str = ""
@@ -92,7 +91,6 @@ class DrafterTrainer:
         self._max_tokens = options.updates * options.tokens_per_update
         self._optimizer = torch.optim.AdamW(self.drafter.parameters(), options.learning_rate, weight_decay=0.0)
         self._tap = Tap(self.policy)
-        self._reads: list[Read] = []  # what the next round learns from, oldest first; a resumed run begins with none
         self.progress = Progress()
 
     def observe(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
@@ -110,28 +108,24 @@ class DrafterTrainer:
         self._tap.want(chosen(texts, tokens, self.options.tokens_per_update, generator))
 
     def step(self) -> dict[str, Metric]:
-        """Trains if a round is due, the only place that changes the drafter's weights; returns the metrics.
+        """Learns from the texts that the update has read, the only change of the drafter; returns the metrics.
 
         Of several processes every one must call it.
         """
-        state = self.progress
         began = time.perf_counter()
-        state.steps += 1
+        reads = self._tap.take()
         metrics: dict[str, Metric] = {}
-        if not state.off:
-            self._reads = latest([*self._reads, *self._tap.take()], self._max_tokens)
-            if state.steps % self.options.interval == 0 and self._sum(len(self._reads))[0]:
-                metrics = self._round()
+        if not self.progress.off and self._sum(len(reads))[0]:
+            metrics = self._round(reads)
         metrics["timing_s/drafter"] = seconds(time.perf_counter() - began)
-        return metrics | {"drafter/active": shared(not state.off)}
+        return metrics | {"drafter/active": shared(not self.progress.off)}
 
-    def _round(self) -> dict[str, Metric]:
-        """Learns once from the texts that were kept, in at most `updates` gradient steps, and drops them.
+    def _round(self, reads: Sequence[Read]) -> dict[str, Metric]:
+        """Learns once from texts, in at most `updates` gradient steps.
 
         A process that has fewer texts than others takes part in every gradient step.
         """
-        parts = distil.to_learn(self._reads, self.drafter, self.options.tokens_per_update)
-        self._reads = []
+        parts = distil.to_learn(reads, self.drafter, self.options.tokens_per_update)
         self.progress.rounds += 1
         generator = self._generator("mix", self.progress.rounds)
         options = self.options
@@ -190,7 +184,6 @@ class DrafterTrainer:
             loss = losses[0].item() if losses else math.nan
             reason = f"it diverged (loss {loss:g}, gradient norm {norm.item():g}). Lower trainer.drafter.learning_rate"
             self.progress.off = reason
-            self._reads = []
             self._tap.want({})
             logger.warning("Drafter co-training is off: %s", reason)
 

@@ -12,7 +12,7 @@ from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.keys import derive_key
-from specrl.rollout.lossy.judge import WEIGHTS, JudgeHead, KLJudge
+from specrl.rollout.lossy.judge import WEIGHTS, JudgeHead
 from specrl.rollout.lossy.judged import accept_judged
 from specrl.rollout.lossy.pair import write_card
 from specrl.rollout.types import Request, RolloutError
@@ -28,11 +28,10 @@ SAMPLING = SamplingParams(frozenset({EOS}), 0.7)
 class Verdicts:
     """A judge that applies a function to all mismatches."""
 
-    needs_logprobs = False
     usual_share = None
 
     def __init__(self, rule):
-        self.unimportant = lambda hidden, policy, draft: rule(hidden)
+        self.unimportant = rule
 
 
 ALL = Verdicts(lambda hidden: [True] * len(hidden))
@@ -281,27 +280,6 @@ def test_models_of_other_vocabularies_are_refused(models, build_model):
 
 
 # --- judges
-
-
-def logprobs_of(*chances):
-    return torch.tensor(chances).log()
-
-
-def test_the_kl_rule_by_hand():
-    hidden, even, sure = torch.zeros(3, 4), logprobs_of(0.5, 0.3, 0.2), logprobs_of(0.95, 0.03, 0.02)
-    policy, draft = torch.stack([even, sure, even]), torch.stack([even, sure, logprobs_of(0.1, 0.1, 0.8)])
-    assert KLJudge(0.1, 0.9).unimportant(hidden, policy, draft) == [True, False, False]
-    assert KLJudge(0.1, 0.9).unimportant(hidden, policy, None) == [False] * 3, "stored text"
-    assert KLJudge(5.0, 0.9).unimportant(hidden[2:], policy[2:], draft[2:]) == [True]
-
-
-@pytest.mark.slow
-def test_the_kl_rule_runs_in_the_engine(models, plain):
-    never = engine(models, KLJudge(0.0, 0.0)).generate(requests())[0]
-    assert [c.tokens for c in never] == plain[0]
-    often, stats = engine(models, KLJudge(1e9, 1.0)).generate(requests())
-    assert [c.tokens for c in often] != plain[0]
-    assert stats.route_faults == 0
 
 
 @pytest.mark.parametrize(("usual", "warned"), [(0.25, 1), (1.0, 0)])

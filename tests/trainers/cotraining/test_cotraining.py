@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from specrl.rollout.engines.local.head import Head
+from specrl.rollout.lossy.judge import JudgeHead
+from specrl.rollout.lossy.pair import fingerprint
 from specrl.trainers.cotraining.trainer import DrafterTrainer
 from tests import runs
 from tests.runs import SHORT, Watch, differences, run
@@ -169,8 +171,11 @@ def test_workers_have_copies_that_follow(folder, drafter):
 
 def test_under_a_judge_the_drafter_learns_and_resumes(folder, drafter, monkeypatch):
     """There the drafter decides what is sampled, so a resume needs the very weights that it had."""
-    options = SHORT | ON | {"rollout__acceptance": "judged", "rollout__judged__by": "kl", "rollout__drafter": drafter}
-    options |= {"rollout__judged__threshold": 2.0, "rollout__sources": "[]", "trainer__save_every": 2}
+    policy = AutoModelForCausalLM.from_pretrained(runs.policy())
+    judge = JudgeHead(torch.ones(policy.config.hidden_size), 0.0, 0.5)  # accepts what it is asked about now and then
+    judge.save(folder / "judge", {"policy": fingerprint(policy)})
+    options = SHORT | ON | {"rollout__acceptance": "judged", "rollout__judged__path": folder / "judge"}
+    options |= {"rollout__drafter": drafter, "rollout__sources": "[]", "trainer__save_every": 2}
     whole = run(folder, name="judged", **options)
     assert all({"drafter/loss", "spec/behaviour_kl"} <= line.keys() for line in records(folder / "judged"))
     untrained = run(folder, name="judged-off", **options | {"trainer__drafter__train": "false"})

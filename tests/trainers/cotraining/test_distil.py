@@ -8,7 +8,7 @@ import torch
 from specrl.rollout.engines.local.head import Head
 from specrl.trainers.cotraining import distil
 from specrl.trainers.cotraining.distil import forward_kl
-from specrl.trainers.cotraining.texts import Read, Text, chosen, latest, read
+from specrl.trainers.cotraining.texts import Text, chosen, read
 
 ROWS = [((3, 4, 5), (9, 11, 1)), ((8,), (2,)), ((6, 30), tuple(range(2, 25)))]
 TEXTS = [Text(prompt, response) for prompt, response in ROWS]
@@ -137,12 +137,3 @@ def test_chosen_texts_have_the_requested_tokens_and_the_last_is_cut():
     assert chosen(texts, 0, 99, torch.Generator()) == chosen([], 99, 99, torch.Generator()) == {}
     twice = [texts[0], texts[0]]
     assert chosen(twice, 99, 99, torch.Generator()) == {texts[0]: texts[0]}
-
-
-def test_reads_are_bounded_by_tokens():
-    reads = [Read(Text((1, 2), (3,) * n), torch.zeros(n + 1, 2)) for n in (5, 5, 3, 4)]
-    assert [len(r.text) for r in reads] == [7, 7, 5, 6]
-    assert latest(reads, 100) == reads
-    assert latest(reads, 18) == reads[1:]
-    assert latest(reads, 17) == reads[2:]
-    assert latest(reads, 5) == latest([], 5) == []

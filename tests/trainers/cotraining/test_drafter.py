@@ -243,17 +243,6 @@ def test_minibatches_bring_their_texts_each(build_model):
 # Stopping -------------------------------------------------------------------------------------------------------------
 
 
-def test_weights_change_only_in_steps_that_are_due(build_model):
-    moving = Moving(build_model)
-    trainer = trainer_of(moving, interval=3)
-    changed = []
-    for version in range(6):
-        before = weights_of(trainer.drafter)
-        turn(moving, trainer, version)
-        changed.append(not same(before, weights_of(trainer.drafter)))
-    assert changed == [False, False, True] * 2
-
-
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_divergence_ends_co_training_and_keeps_the_drafter(build_model, monkeypatch, caplog, where):
     moving = Moving(build_model)
