@@ -205,25 +205,31 @@ class Budget:
         value of a second is computed from these rows: with the long drafts of the other rows it would be too high for
         the model's passes to pay. The model is still not used if it makes all rows together slower.
         """
-        promise, total = self.drafter.promise(), count.total()
-        chances = {s: self.acceptance(s) for s in count}
-        needy = frozenset(s for s in count if chances[s] < promise)
+        promise = self.drafter.promise()
+        acceptance = {s: self.acceptance(s) for s in count}
+        needy = frozenset(s for s in count if acceptance[s] < promise)
         if not needy:
             return needy, goodput
-        rows, others = sum(count[s] for s in needy), [s for s in count if s not in needy]
-        theirs = fixed + b * sum(count[s] * k[s] for s in others)
-        alone = sum(count[s] * emitted(chances[s], k[s]) for s in needy)
-        alone /= theirs + b * sum(count[s] * k[s] for s in needy)
+        others = [s for s in count if s not in needy]
+        needy_rows = sum(count[s] for s in needy)
+        rows = count.total()
+        # The pass without drafts of needy rows, and the needy rows' tokens per second with their drafters' drafts.
+        others_s = fixed + b * sum(count[s] * k[s] for s in others)
+        alone_rate = sum(count[s] * emitted(acceptance[s], k[s]) for s in needy)
+        alone_rate /= others_s + b * sum(count[s] * k[s] for s in needy)
+        # The same with n tokens of the model, each of which takes a pass of it over the needy rows.
         draft, row, token, _ = self.drafter.fit()
-        step = draft + (row + token) * rows
-        helped, length = max(
-            (rows * emitted(promise, n) / (theirs + (b * rows + step) * n), n) for n in range(LONG + 1)
+        model_pass_s = draft + (row + token) * needy_rows
+        model_rate, length = max(
+            (needy_rows * emitted(promise, n) / (others_s + (b * needy_rows + model_pass_s) * n), n)
+            for n in range(LONG + 1)
         )
-        share = (fixed + step * length) / total
-        seconds = rows * (share + b * length) / emitted(promise, length)
-        seconds += sum(count[s] * (share + b * k[s]) / emitted(chances[s], k[s]) for s in others)
-        pays = helped > _MARGIN * alone and seconds < total / goodput
-        return (needy, helped) if pays else (frozenset(), alone)
+        # Each row's seconds a token with the model: a share of what all rows wait for, and its own draft tokens.
+        waited_s = (fixed + model_pass_s * length) / rows
+        token_s = needy_rows * (waited_s + b * length) / emitted(promise, length)
+        token_s += sum(count[s] * (waited_s + b * k[s]) / emitted(acceptance[s], k[s]) for s in others)
+        pays = model_rate > _MARGIN * alone_rate and token_s < rows / goodput
+        return (needy, model_rate) if pays else (frozenset(), alone_rate)
 
     def chain(self, missing: Sequence[int], plan: Plan) -> Chain:
         """The stopping rule of the model's drafts, which may let no row draft.

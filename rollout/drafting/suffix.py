@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from operator import eq
-from typing import Any
+from typing import Any, NamedTuple
 
 from specrl.rollout.drafting.cost import prior
 from specrl.rollout.drafting.ngrams import LENGTHS, NGrams, Occurrence, Piece, append, token_ids
@@ -24,9 +24,22 @@ tokens that precede the position in the text, rounded down to one of `_LEVELS`; 
 `_RECENT` tokens differ; or 0 without evidence. A row is lost if its last pass emitted a single, different token."""
 Worth = Callable[[tuple[MatchQuality, str]], float]
 """Estimated acceptance of drafts by match quality and source."""
-Match = tuple[int, int, "array[int]", int, str]
-"""A candidate text to follow: (match level, start of the match in the response, text, position in the text minus
-position in the response, source)"""
+
+
+class Cursor(NamedTuple):
+    """A text that a response follows: position n of the response is position n + shift of the text."""
+
+    text: array[int]
+    shift: int
+    source: str
+
+    def reaches(self, n: int) -> bool:
+        """Whether the text goes on after the response's first `n` tokens."""
+        return n + self.shift < len(self.text)
+
+
+Match = tuple[int, int, Cursor]
+"""A candidate to follow, with its match level and the start of its match in the response."""
 
 
 def unseen(bucket: tuple[MatchQuality, str]) -> float:
@@ -173,30 +186,34 @@ class SuffixDrafter:
         self.old = old
         self.keyed = keyed
         self.twin = twin
-        self._first: tuple[array[int] | None, str] = None, "prefix"
+        self._first: Cursor | None = None
         if keyed is not None:
-            self._first = token_ids(keyed), source
+            self._first = Cursor(token_ids(keyed), 0, source)
         elif old is None and texts.stored:
-            self._first = texts.texts[0], "earlier"
+            self._first = Cursor(texts.texts[0], 0, "earlier")
         elif old is not None and "prefix" in texts.sources:
             ids = token_ids(old)
-            self._first = next((text for text in texts.texts[: texts.stored] if text == ids), ids), "prefix"
+            shared = next((text for text in texts.texts[: texts.stored] if text == ids), ids)
+            self._first = Cursor(shared, 0, "prefix")
         self._begin()
 
     def _begin(self) -> None:
         """Resets the state for a new response."""
-        self._followed, self.source = self._first
-        """Source of the last draft."""
-        self._shift = 0  # position in the followed text minus position in the response
+        self._followed = self._first
         self.quality: MatchQuality = 0, False
         """Match quality of the last draft."""
         self._matches_from = 0  # start of the response's match with the followed text
-        self._left: tuple[array[int], int, str] | None = None  # the previously followed text, its shift and source
+        self._left: Cursor | None = None  # what was followed before
         if self.twin is not None and self.twin is not self.keyed:
-            self._left = token_ids(self.twin), 0, "twin"
+            self._left = Cursor(token_ids(self.twin), 0, "twin")
         self._length = 0  # of the response at the last `observe`
         self._grown = 0  # tokens that the last pass emitted, set at a mismatch
         self._text = self.texts.open() if "group" in self.texts.sources else None  # the response, as one of the texts
+
+    @property
+    def source(self) -> str:
+        """Source of the last draft; empty if it follows no text."""
+        return self._followed.source if self._followed else ""
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         return propose([self], [tokens], [limit])[0].tolist()
@@ -211,9 +228,8 @@ class SuffixDrafter:
             self._begin()
         if self._text is not None and n > (known := len(self._text)):
             append(self._text, list(tokens[known:]))
-        text = self._followed
-        position = n + self._shift
-        if text is None or position >= len(text) or (n and text[position - 1] != tokens[-1]):
+        followed = self._followed
+        if not followed or not followed.reaches(n) or (n and followed.text[n + followed.shift - 1] != tokens[-1]):
             self._grown = n - self._length
             self._length = n
             return False
@@ -224,48 +240,50 @@ class SuffixDrafter:
 
     def switch_source(self, tokens: Sequence[int], occurrences: Sequence[Occurrence], worth: Worth) -> None:
         """Chooses between the followed text, the one before it, and the occurrences of the response's last tokens."""
-        if self.source == "prefix":
-            self.source = "position"
-            if "position" not in self.texts.sources:
-                self._followed = None
+        followed = self._followed
+        if followed and followed.source == "prefix":
+            followed = followed._replace(source="position") if "position" in self.texts.sources else None
+            self._followed = followed
         n = len(tokens)
         lost = self._grown <= 1
         best, chosen = -1.0, None
         for match in self._matches(tokens, occurrences):
-            if (acceptance := worth(((match[0], lost), match[-1]))) > best:
+            if (acceptance := worth(((match[0], lost), match[-1].source))) > best:
                 best, chosen = acceptance, match
         if chosen is None:
             return
-        level, self._matches_from, text, shift, source = chosen
+        level, self._matches_from, cursor = chosen
         self.quality = level, lost
-        if text is not self._followed or shift != self._shift:
-            if self._followed is not None and n + self._shift < len(self._followed):
-                self._left = self._followed, self._shift, self.source
-            self._followed, self._shift, self.source = text, shift, source
+        if not followed or cursor.text is not followed.text or cursor.shift != followed.shift:
+            if followed and followed.reaches(n):
+                self._left = followed
+            self._followed = cursor
 
     def _matches(self, tokens: Sequence[int], occurrences: Sequence[Occurrence]) -> list[Match]:
         n, followed = len(tokens), self._followed
-        matches = []
-        if followed is not None and n + self._shift < len(followed):
-            matches.append((-_differing(followed, self._shift, tokens), n, followed, self._shift, self.source))
-        if self._left and n + self._left[1] < len(self._left[0]):
-            text, shift, source = self._left
-            matches.append((-_differing(text, shift, tokens), n, text, shift, source))
+        matches = [
+            (-_differing(cursor, tokens), n, cursor)
+            for cursor in (followed, self._left)
+            if cursor and cursor.reaches(n)
+        ]
         for number, position, length in occurrences:
             text = self.texts.texts[number]
-            if text is not followed or position - n != self._shift:
+            if not followed or text is not followed.text or position - n != followed.shift:
                 length = _preceding(text, position, tokens, length)
-                matches.append((_LEVELS[length], n - length, text, position - n, self.texts.source(number)))
+                matches.append((_LEVELS[length], n - length, Cursor(text, position - n, self.texts.source(number))))
         return matches
 
     def continuation(self, length: int, limit: int) -> array[int]:
         """At most `limit` tokens of the followed text, after the response's first `length` tokens."""
-        start = length + self._shift
-        return array("I") if self._followed is None else self._followed[start : start + limit]
+        if not self._followed:
+            return array("I")
+        start = length + self._followed.shift
+        return self._followed.text[start : start + limit]
 
 
-def _differing(text: Sequence[int], shift: int, tokens: Sequence[int]) -> int:
+def _differing(cursor: Cursor, tokens: Sequence[int]) -> int:
     """How many of the response's last `_RECENT` tokens differ from the text; `_RECENT` if none is equal."""
+    text, shift, _ = cursor
     n = len(tokens)
     first = max(0, n - _RECENT, -shift)
     same = sum(map(eq, tokens[first:], text[first + shift : n + shift]))
