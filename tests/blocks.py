@@ -14,10 +14,8 @@ from textwrap import dedent
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *(
-        ROOT / name
-        for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/research/README.md")
-    ),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/gpu/README.md")),
+    *sorted((ROOT / "benchmarks" / "research").glob("*.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 

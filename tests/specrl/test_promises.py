@@ -20,10 +20,8 @@ from specrl.run.policy import TINY_PATH
 from tests.runs import ROOT
 
 PAGES = [
-    *(
-        ROOT / name
-        for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/research/README.md")
-    ),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "benchmarks/gpu/README.md")),
+    *sorted((ROOT / "benchmarks" / "research").glob("*.md")),
     *sorted(file for name in ("docs", "configs", "examples") for file in (ROOT / name).iterdir() if file.is_file()),
     *sorted((ROOT / "specrl").glob("*.py")),
 ]

@@ -1,4 +1,4 @@
-"""docs/drafting-systems.md: each verdict names what is built, or figures whose script is here or in a named commit."""
+"""benchmarks/research/systems.md: verdicts name what is built, or figures whose script is here or in a named commit."""
 
 import json
 import re
@@ -10,8 +10,8 @@ from specrl.config.schema import Config
 from specrl.rollout.sections import SOURCES
 from tests.blocks import ROOT
 
-PAGE = ROOT / "docs" / "drafting-systems.md"
 RESEARCH = ROOT / "benchmarks" / "research"
+PAGE = RESEARCH / "systems.md"
 VERDICTS = "here", "measured", "not built", "open", "not exact"
 REASON = 6  # words of a reason at least
 
@@ -30,15 +30,20 @@ def faults(system, verdict):
     spans = re.findall(r"`([^`]+)`", verdict)
     yield from (f"{system}: there is no {span}" for span in spans if not exists(span))
     links = re.findall(r"\]\(([^)]+)\)", verdict)
-    yield from (f"{system}: {link} has no script" for link in links if "research" in link and not scripts(link))
+    yield from (f"{system}: {link} has no script" for link in links if is_figure(link) and not scripts(link))
     if "here" in kinds and not spans and not links:
         yield f"{system}: names nothing that is here"
-    if {"measured", "open"} & {*kinds} and not any("research" in link for link in links):
+    if {"measured", "open"} & {*kinds} and not any(map(is_figure, links)):
         yield f"{system}: has no figures"
     if "open" in kinds and "To measure" not in verdict:
         yield f"{system}: does not say what is to be measured"
     if kinds[:1] in (["not built"], ["not exact"]) and len(verdict.split()) < REASON:
         yield f"{system}: has no reason"
+
+
+def is_figure(link):
+    """Whether a link leads to a results file or to the research page."""
+    return link.startswith(("results/", "README.md"))
 
 
 def exists(span):
@@ -92,7 +97,7 @@ def test_every_verdict_names_what_exists():
 
 def test_every_results_file_has_its_script():
     files = sorted((RESEARCH / "results").glob("*.json"))
-    assert [file.name for file in files if not scripts(f"../benchmarks/research/results/{file.name}")] == []
+    assert [file.name for file in files if not scripts(f"results/{file.name}")] == []
 
 
 @pytest.mark.parametrize(
@@ -104,9 +109,9 @@ def test_every_results_file_has_its_script():
         "**here**: `rollout.drafters=DIR`",
         "**here**: `python -m specrl.drafter sort=head`",
         "**measured**: 1.2x",
-        "**measured**: 1.2x ([file](../benchmarks/research/results/counts-nothing.json))",
-        "**measured**: 1.2x ([trees](../benchmarks/research/README.md#no-such-section))",
-        "**open**: nobody knows ([file](../benchmarks/research/results/selfspec-sparse.json))",
+        "**measured**: 1.2x ([file](results/counts-nothing.json))",
+        "**measured**: 1.2x ([trees](README.md#no-such-section))",
+        "**open**: nobody knows ([file](results/selfspec-sparse.json))",
         "**not built**: no",
         "**promising**: source `contexts`",
     ],
@@ -116,10 +121,10 @@ def test_a_planted_fault_is_found(verdict):
 
 
 def test_a_results_file_without_its_script_is_found(tmp_path, monkeypatch):
-    folder = tmp_path / "benchmarks" / "research" / "results"
-    folder.mkdir(parents=True)
-    (tmp_path / "docs").mkdir()
-    monkeypatch.setattr(f"{__name__}.PAGE", tmp_path / "docs" / PAGE.name)
+    (tmp_path / "results").mkdir()
+    monkeypatch.setattr(f"{__name__}.PAGE", tmp_path / PAGE.name)
     for script, found in (("host rows=1", 1), ("tallies rows=1", 0)):
-        (folder / "made.json").write_text(json.dumps({"command": f"python -m benchmarks.research.{script}"}))
-        assert len(scripts("../benchmarks/research/results/made.json")) == found
+        (tmp_path / "results" / "made.json").write_text(
+            json.dumps({"command": f"python -m benchmarks.research.{script}"})
+        )
+        assert len(scripts("results/made.json")) == found
