@@ -104,6 +104,17 @@ def test_one_example_larger_than_the_budget_keeps_its_newest():
     assert cache.evictions == 9
 
 
+def test_of_one_example_the_oldest_sample_goes_first_and_the_newest_last():
+    one = empty()
+    one.put("a", 0, trajectory(1000))
+    cache = empty(3.5 * one.bytes / 2**20)
+    for sample_index, step in [(0, 2), (1, 1), (2, 2), (3, 2)]:
+        cache.put("a", sample_index, trajectory(1000, step=step))
+    assert {*contents(cache, "a")} == {("a", 0), ("a", 2), ("a", 3)}, "sample 1 was the oldest"
+    cache.put("a", 4, trajectory(1000, step=2))
+    assert ("a", 4) in contents(cache, "a"), "of equal ages the one that was just stored is evicted last"
+
+
 def test_eviction_is_the_same_every_time_and_undoes_all_accounting():
     def run():
         rng, cache = random.Random(5), empty(max_mb=0.05)
