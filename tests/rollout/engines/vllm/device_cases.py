@@ -25,11 +25,10 @@ def engine_of(saved):
     """engine_of(**settings): an engine whose drafts stay on the device. `speculator` may name one of vLLM's."""
     engines = {}
 
-    def get(speculator="texts", parallel=1, eos_ids=EOS_IDS, distribution=(1.0, 0, 1.0), **settings):
-        name = repr((speculator, settings, parallel))
+    def get(speculator="texts", eos_ids=EOS_IDS, distribution=(1.0, 0, 1.0), **settings):
+        name = repr((speculator, settings))
         if name not in engines:
             spec = spec_of(saved("qwen3")[1], **settings)
-            spec.rollout.vllm.tensor_parallel = parallel
             spec.rollout.vllm.scheduling, spec.rollout.vllm.speculator = "async", speculator
             with pytest.MonkeyPatch.context() as patch:
                 keep_async(patch)
@@ -61,8 +60,8 @@ def texts_of_every_quality(rows):
     return [Script(makers[i % len(makers)](t)) for i, t in enumerate(rows)]
 
 
-@pytest.mark.parametrize("distribution", [(1.0, 0, 1.0), (0.0, 0, 1.0), (0.8, 9, 0.9)])
-def test_texts_of_any_quality_change_nothing(engine_of, some, distribution):
+def test_texts_of_any_quality_change_nothing(engine_of, some):
+    distribution = (0.8, 9, 0.9)
     cases, want = some(distribution=distribution)
     engine = engine_of(distribution=distribution)
     plain, stats = engine.generate(requests_of(cases))
@@ -78,22 +77,13 @@ def test_texts_of_any_quality_change_nothing(engine_of, some, distribution):
     assert stats.passes < steps / 2
 
 
-@pytest.mark.parametrize(
-    "settings", [{"draft_tokens": 1}, {"draft_tokens": 40}, {"tokens_per_pass": 16, "rows_per_batch": 4}]
-)
-def test_long_drafts_short_drafts_and_prompts_computed_in_parts(engine_of, some, settings):
+def test_prompts_computed_in_parts_change_nothing(engine_of, some):
     cases, want = some()
     texts = texts_of_every_quality([t for t, _, _ in want])
-    done, stats = engine_of(**settings).generate(requests_of(cases, texts))
+    engine = engine_of(tokens_per_pass=16, rows_per_batch=4)
+    done, stats = engine.generate(requests_of(cases, texts))
     assert differing(done, want, 1e-4) == []
     assert stats.accepted > 0
-
-
-def test_vllms_own_speculator_samples_as_plain_decoding_does(engine_of, some):
-    cases, want = some()
-    plain, stats = engine_of("ngram_gpu", draft_tokens=5).generate(requests_of(cases))
-    assert differing(plain, want, 1e-4) == []
-    assert stats.sources.keys() == {"ngram_gpu"}
 
 
 @pytest.fixture(scope="session")
@@ -159,10 +149,6 @@ def check_draft_passes(engine, cases, want, passes: list[int]) -> None:
     assert passes
 
 
-def test_the_draft_model_makes_the_passes_that_are_planned(engine_of, some, drafters, draft_passes):
-    check_draft_passes(engine_of(drafter=drafters(0.1), draft_tokens=24), *some(), draft_passes)
-
-
 def test_a_draft_model_follows_the_updates(saved, engine_of, some, drafters):
     """Its weights are updated with the policy's, which changes the acceptance and never the samples."""
     cases, want = some()
@@ -184,8 +170,9 @@ def test_a_draft_model_follows_the_updates(saved, engine_of, some, drafters):
 @pytest.fixture
 def updated(engine_of, drafters, saved):
     """The engine of `link`. Its draft model differs much from the policy."""
-    engine = engine_of(drafter=drafters(0.5), draft_tokens=3)
-    return lambda: (engine, saved("qwen3")[0])
+    engine, (model, _) = engine_of(drafter=drafters(0.5), draft_tokens=4), saved("qwen3")
+    engine.update_weights(PolicyWeights(model, drafter=moved(model, 3, 0.5)), 4, probe_of(model))
+    return lambda: (engine, model)
 
 
 def test_a_draft_model_follows_over_a_link_between_gpus(link, some):
@@ -194,7 +181,7 @@ def test_a_draft_model_follows_over_a_link_between_gpus(link, some):
     connected, model = link
     engine, received = connected.workers[0].engine, connected.listener.weights
     assert acceptance(engine, cases, want) < 0.5
-    connected.send(PolicyWeights(model, drafter=model), 1, probe_of(model))
+    connected.send(PolicyWeights(model, drafter=model), 5, probe_of(model))
     assert acceptance(engine, cases, want) > 0.9
     assert sum(name.startswith("drafter.") for name in received) == len(received) / 2
 
@@ -206,10 +193,7 @@ def test_a_run_that_trains_the_draft_model_trains_the_same_policy(tmp_path, monk
     shortened(AutoModelForCausalLM.from_pretrained(model), 1).save_pretrained(tmp_path / "drafter")
     options = SHORT | {"model": model, "rollout__engine": "vllm", "rollout__drafter": str(tmp_path / "drafter")}
     options |= {"rollout__kv_cache_mb": 64, "rollout__vllm__draft_tokens": 3, "rollout__max_new_tokens": 8}
-    options |= {
-        "trainer__drafter__learning_rate": 3e-3,
-        "trainer__drafter__share": 1.0,
-    }
+    options |= {"trainer__drafter__learning_rate": 3e-3, "trainer__drafter__share": 1.0, "trainer__epochs": 1}
     kept = run(tmp_path, name="kept", **options)
     trained = run(tmp_path, name="trained", trainer__drafter__train="true", **options)
     assert differences(kept, trained) == []
@@ -277,25 +261,3 @@ def test_planted_faults_are_found(engine_of, some, monkeypatch, fault):
         monkeypatch.setattr(sampler.KeyedVerifier, "accept", trusting())
     done, _ = engine.generate(requests_of(cases, [Script(all_wrong(t)) for t, _, _ in want]))
     assert len(differing(done, want)) > 3
-
-
-def test_what_there_is_after_a_stop_is_a_beginning(engine_of, some):
-    engine, (cases, want) = engine_of(), some()
-    asked = iter(range(10**6))
-    texts = engine.ahead(requests_of(cases), lambda: next(asked) >= 4)
-    for text, (tokens, _, finish) in zip(texts, want, strict=True):
-        assert list(text.tokens) == tokens[: len(text.tokens)]
-        assert text.finish in (None, finish)
-    assert differing(engine.generate(requests_of(cases))[0], want, 1e-4) == [], "nothing of it is kept"
-
-
-def test_two_processes_that_hold_the_model_together(engine_of):
-    """Tensor parallelism: both sample and propose the same tokens."""
-    cases = [([3 + i, 9, 11, 4 + i], 9) for i in range(5)]
-    engine = engine_of(parallel=2)
-    plain, _ = engine.generate(requests_of(cases))
-    done, stats = engine.generate(requests_of(cases, texts_of_every_quality([c.tokens for c in plain])))
-    assert exactly(done) == exactly(plain)
-    assert 0 < stats.accepted < stats.drafted
-    alone, _ = engine_of().generate(requests_of(cases))
-    assert differing(plain, exactly(alone), 1e-4) == []

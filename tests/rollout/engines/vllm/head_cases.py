@@ -106,23 +106,10 @@ def test_it_drafts_what_the_head_drafts_by_hand(engine_of, case, heads, guesses)
     assert strange(guesses, model, head, cases, want) == (drafts, drafts), "control"
 
 
-def test_it_drafts_beside_texts(case, heads, saved):
-    """vLLM's scheduler carries the drafts of both, so rows without a text are drafted by the head."""
+def test_it_drafts_beside_texts_and_runs_as_often_as_rows_can_use_its_tokens(case, heads, saved, monkeypatch):
+    """vLLM's scheduler carries the drafts of both. Where no row drafts, the head makes no pass."""
     *_, cases, want = case
-    engine = start(spec_of(saved("qwen3")[1], drafter=heads, draft_tokens=LENGTH))
     texts = [Script(tokens) if i % 2 else None for i, (tokens, _, _) in enumerate(want)]
-    try:
-        for drafters in (None, texts, texts):
-            done, stats = engine.generate(requests_of(cases, drafters))
-            assert differing(done, want, 1e-4) == []
-        assert all(stats.sources[source][1] > 0 for source in ("model", "custom"))
-    finally:
-        close(engine)
-
-
-def test_it_runs_as_often_as_rows_can_use_its_tokens(case, heads, saved, monkeypatch):
-    """Plain decoding does not pay for the head: where no row drafts, it makes no pass."""
-    *_, cases, want = case
     asked, propose = [], EagleSpeculator.propose
 
     def record(*arguments, **options):
@@ -145,6 +132,11 @@ def test_it_runs_as_often_as_rows_can_use_its_tokens(case, heads, saved, monkeyp
         asked.clear()
         engine.generate([replace(request, plain=True) for request in requests_of(cases)])
         assert {*asked} == {most}, "control"
+        monkeypatch.undo()
+        for drafters in (texts, texts):
+            done, stats = engine.generate(requests_of(cases, drafters))
+            assert differing(done, want, 1e-4) == []
+        assert all(stats.sources[source][1] > 0 for source in ("model", "custom"))
     finally:
         close(engine)
 

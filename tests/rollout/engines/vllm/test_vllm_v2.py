@@ -21,8 +21,7 @@ SITE = f"import os\nif os.environ.get('TRITON_INTERPRET'):\n    import {HERE}.vl
 
 TOGETHER = [
     ["test_vllm.py", "planned_cases.py"],
-    ["device_cases.py", "head_cases.py"],
-    ["served_cases.py", "test_vllm_served.py"],
+    ["device_cases.py", "head_cases.py", "served_cases.py", "test_vllm_served.py"],
 ]
 """Each in one process, which takes a quarter of a minute to start."""
 
