@@ -1,8 +1,6 @@
 """Weight updates of vLLM: what fits, copies on the way, and recovery from failed updates."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from tests.rollout.engines.vllm.engines import (
     spec_of,
 )
 from tests.rollout.golden import EOS_IDS, Script, differing, requests_of
-from tests.runs import ROOT
 
 pytestmark = needs_vllm
 
@@ -216,61 +213,3 @@ def test_a_reset_that_vllm_refuses_is_an_error(updated, monkeypatch):
     monkeypatch.setattr(LLM, "reset_prefix_cache", lambda llm: False)
     with pytest.raises(RolloutError, match="kept KV of older weights"):
         engine.update_weights(model.state_dict().items(), engine.weight_version)
-
-
-RANKS = """
-import sys
-from transformers import AutoModelForCausalLM
-from vllm import LLM
-from specrl.rollout.engines.vllm.settings import settings
-from specrl.rollout.engines.vllm.weights import Updates, described
-from specrl.rollout.engines.weights import WeightCheck
-from specrl.rollout.engines.vllm.worker import TRANSFER
-from specrl.rollout.types import RolloutError
-from specrl.trainers.weights import PolicyWeights
-from tests.rollout.engines.vllm.engines import TEXT, moved, probe_of, spec_of
-from vllm import SamplingParams
-
-def prove(version, probe):
-    llm.reset_prefix_cache()
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-    (output,) = llm.generate({"prompt_token_ids": list(TEXT)}, params, use_tqdm=False)
-    scores = output.prompt_logprobs
-    probe.check([scores.logprobs[first] for first in scores.start_indices[1:]], version)
-
-if __name__ == "__main__":
-    spec = spec_of(sys.argv[1])
-    spec.rollout.vllm.tensor_parallel = 2
-    extension = "specrl.rollout.engines.vllm.worker.WorkerExtension"
-    llm = LLM(**settings(spec), worker_extension_cls=extension, weight_transfer_config={"backend": TRANSFER})
-    updates = Updates(llm, WeightCheck(*described(spec)), 2, False, prove)
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-    assert updates.route == "memory", "these ranks are processes"
-    for version in (1, 2):
-        new = moved(model, version)
-        updates.update(PolicyWeights(new), version, probe_of(new))
-    try:
-        updates.update(iter(list(PolicyWeights(new))[:-1]), 3, None)
-        sys.exit("an update that lacks a weight was taken")
-    except RolloutError as error:
-        assert "lacks 1" in str(error)
-    try:
-        updates.update(PolicyWeights(moved(model, 3)), 3, probe_of(new))
-        sys.exit("wrong weights were taken")
-    except RolloutError as error:
-        assert "does not run the weights it was sent" in str(error)
-    llm.llm_engine.engine_core.shutdown()
-"""
-
-
-@pytest.mark.long
-def test_two_ranks_that_are_processes(saved):
-    options = {"PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", RANKS, str(saved("llama")[1])],
-        env={**os.environ, **options, "TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -62,7 +62,7 @@ def test_plain_decoding_equals_the_transformers_engine(engine_of, golden, family
     assert len(differing(other, want)) > 13  # control: other keys give other texts
 
 
-@pytest.mark.parametrize("draft_tokens", [1, 40])
+@pytest.mark.parametrize("draft_tokens", [pytest.param(1, marks=on_v1), 40])
 def test_drafts_of_any_quality_change_nothing(engine_of, golden, draft_tokens):
     cases, want = golden()
     engine = engine_of(draft_tokens=draft_tokens, window=40)
@@ -78,7 +78,7 @@ def test_drafts_of_any_quality_change_nothing(engine_of, golden, draft_tokens):
         assert stats.verify_s > 0
 
 
-@pytest.mark.parametrize("distribution", [pytest.param((0.0, 0, 1.0), marks=on_v1), (1.3, 0, 1.0), (0.8, 9, 0.9)])
+@pytest.mark.parametrize("distribution", [pytest.param((0.0, 0, 1.0), marks=on_v1), (0.8, 9, 0.9)])
 def test_every_distribution(engine_of, golden, distribution):
     cases, want = golden(distribution=distribution)
     engine = engine_of(distribution=distribution)
@@ -115,6 +115,7 @@ def test_all_accepted_all_rejected_and_one_mismatch(engine_of, golden):
     assert max(sum(c.reused) for c in done) > 20
 
 
+@on_v1
 def test_drafts_from_siblings_with_shared_prompts(engine_of):
     """As in training: eight rows a prompt, each drafting from a sibling's text."""
     engine, prompt = engine_of(), list(range(2, 50))
@@ -129,6 +130,7 @@ def test_drafts_from_siblings_with_shared_prompts(engine_of):
     assert cached.forward_tokens < first.forward_tokens, "the second time the prompts come from the prefix cache"
 
 
+@on_v1
 def test_memory_bounds_change_nothing(engine_of, golden):
     cases, want = golden()
     drafters = drafts_of_every_quality([t for t, _, _ in want])
@@ -214,6 +216,7 @@ def test_noise_off_by_one_position_is_found(engine_of, golden, monkeypatch):
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
+@on_v1
 def test_requests_and_texts_beyond_the_context_are_refused(engine_of):
     with pytest.raises(RolloutError, match="max_new_tokens=6 or less"):
         engine_of().generate([Request([5], 1, 4), Request([3] * (CONTEXT - 6), 1, 7)])
