@@ -27,7 +27,7 @@ $(VENV)/triton/.ready: $(STAMP)
 train: setup
 	$(PY) -m specrl.train config=grpo_math resume=auto $(ARGS)
 
-# Two processes; tests/conftest.py says what shares one of them, and in which order.
+# Two processes; tests/scheduler.py says what shares one of them, and in which order.
 PYTEST := $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 test: setup lint

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.models import VOCAB, random_model
+from tests.scheduler import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
@@ -38,33 +39,3 @@ def build_model():
 def tiny():
     """tiny(family): one shared model of each family; tests must not change its weights."""
     return cache(random_model)
-
-
-INDEPENDENT = ("test_scripts.py", "test_research.py", "test_examples.py", "test_precision.py", "test_options.py")
-"""Files whose tests share nothing that takes long to make, so that they run in any process."""
-LONGEST_FIRST = (
-    *("test_vllm_v2.py", "test_workers.py", "test_ray.py", "test_vllm.py", "test_two_processes.py"),
-    *("test_identity.py", "test_ppo.py", "test_grpo.py", "test_scripts.py"),
-)
-
-
-def pytest_collection_modifyitems(items):
-    """The longest files come first, and files whose tests are independent last, so that processes end together."""
-    names = (*LONGEST_FIRST, "", *INDEPENDENT)
-    items.sort(key=lambda item: names.index(item.path.name if item.path.name in names else ""))
-
-
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
-def pytest_xdist_make_scheduler(config, log):
-    """A file's tests share a process, so that what a module starts is started once; those of INDEPENDENT need none.
-
-    The groups of `--dist loadgroup` have no effect with pytest 9.2.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByFile(LoadScopeScheduling):
-        def _split_scope(self, nodeid):
-            path = nodeid.partition("::")[0]
-            return nodeid if path.endswith(INDEPENDENT) else path
-
-    return ByFile(config, log)
