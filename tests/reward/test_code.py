@@ -39,7 +39,6 @@ FUNCTIONS = {
     "test class": {"tests": "class TestIt:\n    def test_it(self):\n        assert double(3) == 6\n"},
     "unittest": {"tests": CLASS},
     "calls": CALLS,
-    "calls as JSON text": {"input_output": json.dumps(CALLS)},
     "calls of one wanted value in a list": {**CALLS, "outputs": [[4], [10]]},
     "calls with arguments by line": {"inputs": ["2", "5\n"], "outputs": ["4", "10"], "fn_name": "double"},
     "calls of CodeContests": {"tests": [{"input": [2], "output": 4}], "fn_name": "double"},
@@ -49,7 +48,6 @@ FUNCTIONS = {
     },
     "check of an expression": {"test": "def check(f):\n    assert f(3) == 6\n", "entry_point": "Solver().double"},
     "another module's name": {"tests": "from your_module import double as d\nassert d(3) == 6\n"},
-    "unittest.main": {"tests": CLASS + "unittest.main()"},
     "objects of calls": {"tests": [{"input": [2], "output": 4, "fn_name": "double"}]},
     "calls of an entry point": {
         "input_output": [{"input": "x = 2", "output": "4"}],
@@ -59,9 +57,7 @@ FUNCTIONS = {
 }
 PROGRAMS = {
     "pairs": PAIRS,
-    "pairs of numbers": {"inputs": [2, 5], "outputs": [4, 10]},
     "pairs of lists of lines": {"inputs": [["2"], ["5"]], "outputs": [["4"], ["10"]]},
-    "pairs as JSON text": {"inputs": json.dumps(PAIRS["inputs"]), "outputs": json.dumps(PAIRS["outputs"])},
     "input_output": {"input_output": json.dumps(PAIRS)},
     "objects": {"tests": [{"input": "2\n", "output": "4\n", "type": "stdin_stdout"}]},
     "lists of inputs and outputs": {"public_tests": {"input": ["2\n"], "output": ["4\n"]}},
@@ -71,7 +67,6 @@ PROGRAMS = {
             {"language": "python", "test_cases": [{"input": "2\n", "output": "4\n", "type": "stdin_stdout"}]}
         )
     },
-    "JSON text of objects": {"tests": json.dumps([{"input": "2\n", "output": "4\n"}])},
     "JSON texts": {"tests": [json.dumps({"input": "2\n", "output": "4\n"})]},
     "a ground truth": {"reward_model": {"style": "rule", "ground_truth": json.dumps(PAIRS)}},
     "an empty column before": {
@@ -296,11 +291,11 @@ CHEATS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", CHEATS)
 @pytest.mark.parametrize("form", ["a list", "unittest", "calls"])
-def test_programs_that_misbehave_or_cheat_score_0(reward, how, form):
-    assert score(reward, CHEATS[how], FUNCTIONS[form]) == 0.0
-    assert score(reward, RIGHT, FUNCTIONS[form]) == 1.0, "the worker goes on"
+def test_programs_that_misbehave_or_cheat_score_0(reward, form):
+    found = reward([Sample("p", program, None, FUNCTIONS[form]) for program in [*CHEATS.values(), RIGHT]])
+    assert dict(zip(CHEATS, found, strict=False)) == dict.fromkeys(CHEATS, 0.0)
+    assert found[-1] == 1.0, "the worker goes on"
 
 
 NUMBERS = {

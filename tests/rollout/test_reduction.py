@@ -86,23 +86,21 @@ def test_all_metrics_of_a_rollout_are_walked():
     assert all(math.isfinite(value) for value in metrics_of(SMALL).values())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_comes_later_in_a_step_counts_as_if_it_had_been_one_batch(name):
-    together = metrics_of(SMALL)[name].later(metrics_of(LARGE)[name])
-    assert together == pytest.approx(metrics_of(SMALL + LARGE)[name])
+def test_what_comes_later_in_a_step_counts_as_if_it_had_been_one_batch():
+    small, large, whole = (metrics_of(one) for one in (SMALL, LARGE, SMALL + LARGE))
+    assert {name: float(small[name].later(large[name])) for name in NAMES} == pytest.approx(whole)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_processes_count_as_one_batch_whose_seconds_are_the_slowest_one_s(name):
-    together = metrics_of(LARGE)[name].beside(metrics_of(SMALL)[name])
+def test_processes_count_as_one_batch_whose_seconds_are_the_slowest_one_s():
     whole = SMALL + LARGE
     for part in ("prefill_s", "verify_s", "decode_s", "draft_s", "route_s"):
         setattr(whole.stats, part, getattr(SMALL.stats, part))
     whole.lookup_s, whole.store_s, whole.total_s = SMALL.lookup_s, SMALL.store_s, SMALL.total_s
-    assert together == pytest.approx(metrics_of(whole)[name])
-    assert float(together) != pytest.approx((metrics_of(LARGE)[name] + metrics_of(SMALL)[name]) / 2), (
-        "power: a mean over processes would be seen"
-    )
+    small, large = metrics_of(SMALL), metrics_of(LARGE)
+    together = {name: float(large[name].beside(small[name])) for name in NAMES}
+    assert together == pytest.approx(metrics_of(whole))
+    alike = [name for name in NAMES if together[name] == pytest.approx((large[name] + small[name]) / 2)]
+    assert alike == [], "power: a mean over processes would be seen"
 
 
 def test_a_speedup_is_that_of_the_slowest_processes():
