@@ -13,7 +13,7 @@ from specrl.drafter import shortened
 from specrl.rollout import verify
 from specrl.tiny import load_tiny
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture

@@ -1,80 +1,18 @@
-"""Runs in turns: who may go on, what a step took, and runs that differ."""
+"""Runs in turns: what is saved, and runs that differ."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import ahead
-from benchmarks.ahead_run import Baton, Turns
 from specrl.config.options import ConfigError
 from specrl.rollout.types import RolloutError
-from tests.runs import ROOT
 
 
 def step(epoch, seconds, rollout, sync=0.1, **more):
     return {"epoch": epoch, "step": 1, "seconds": seconds, "rollout": rollout, "sync": sync,
             "rest": seconds - rollout - sync, **more}  # fmt: skip
-
-
-def batons():
-    ends = socket.socketpair()
-    return [Baton(end.detach()) for end in ends]
-
-
-def test_one_waits_until_the_other_passes_on_or_ends():
-    one, other = batons()
-    went = []
-    waiting = threading.Thread(target=lambda: [went.append(other.wait()) for _ in range(3)], daemon=True)
-    waiting.start()
-    waiting.join(0.2)
-    assert not went, "it has no turn yet"
-    one.pass_on()
-    waiting.join(0.2)
-    assert len(went) == 1, "one turn"
-    one.socket.close()
-    waiting.join(10)
-    assert len(went) == 3, "the other one has ended, and nobody is left to wait for"
-    other.pass_on()  # to nobody
-
-
-def test_a_turn_is_a_rollout_with_its_updates_and_ends_with_the_weights_sent():
-    events = []
-    baton = SimpleNamespace(wait=lambda: events.append("wait"), pass_on=lambda: events.append("pass on"))
-    rollouts = SimpleNamespace(sync=lambda: events.append("sync"))
-    run = SimpleNamespace(
-        trainer=SimpleNamespace(rollouts=rollouts),
-        config=SimpleNamespace(trainer=SimpleNamespace(steps_per_rollout=2)),
-    )
-    turns = Turns(run, baton)
-    for at in range(6):
-        turns.on_step_begin(None, SimpleNamespace(global_step=at), None)
-    assert events == ["wait", *["sync", "pass on", "wait"] * 2]
-    assert [turn["step"] for turn in turns.done] == [1, 3]
-    assert all(turn["seconds"] >= turn["sync"] >= 0 for turn in turns.done)
-
-
-@pytest.mark.slow
-def test_workers_have_a_core_of_their_own_and_a_missing_one_is_an_error():
-    code = (  # in a process of its own, which `pin` pins
-        "import os, subprocess, sys; from benchmarks.ahead_run import pin\n"
-        "sleep = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
-        "started = [subprocess.Popen([*sleep, name]) for name in ('Rollout' + 'Worker', 'specrl.reward.worker')]\n"
-        "try:\n"
-        "    pin(2)\n"
-        "finally:\n"
-        "    print([sorted(os.sched_getaffinity(pid)) for pid in (0, *(process.pid for process in started))])\n"
-        "    [process.kill() for process in started]\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    own, worker = sorted(os.sched_getaffinity(0))[:2]
-    assert json.loads(done.stdout) == [[own], [worker], [own]]
-    assert "1 of 2 rollout workers" in done.stderr
 
 
 def test_what_is_saved_by_hand():

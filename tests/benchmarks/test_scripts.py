@@ -3,10 +3,13 @@
 import json
 import subprocess
 import sys
+from functools import partial
+from importlib import import_module
 
 import pytest
 
 from specrl.config import load as cli
+from specrl.rollout.drafting.budget import Budget
 from tests.runs import ROOT
 
 pytestmark = pytest.mark.long
@@ -33,17 +36,15 @@ def test_rivals(monkeypatch, tmp_path):
 
 def test_ahead(tmp_path):
     pytest.importorskip("ray")
-    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    out = tmp_path / "out.json"
     small = ["repeats=1", "trainer.epochs=2", "dataset.train_size=8", "rollout.max_new_tokens=16"]
-    for words in (["ahead", *small, f"out={out}"], ["timeline", f"run={out}", f"out={picture}"]):
-        command = [sys.executable, "-m", f"benchmarks.{words[0]}", *words[1:]]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", "benchmarks.ahead", *small, f"out={out}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
     line = figures(out)["epochs"][-1]
     assert (line["epoch"], line["steps"]) == ("all", 2)
     assert line["auto"]["ahead"] > 0
     assert "ahead" not in line["off"]
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_timeline(tmp_path):
@@ -55,27 +56,33 @@ def test_timeline(tmp_path):
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
-def test_twins(tmp_path):
-    out = tmp_path / "out.json"
-    small = ["arms=[beta 0.02]", "trainer.epochs=2", "dataset.train_size=8", "rollout.max_new_tokens=16", f"out={out}"]
-    command = [sys.executable, "-m", "benchmarks.twins", *small]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    (line,) = figures(out)["arms"]
+def here(module, schema, out, *words):
+    """Runs a script in this process, as its command would."""
+    script = import_module(f"benchmarks.{module}")
+    given = {word.partition("=")[0] for word in words}
+    settings = [f"{key}={value}" for key, value in script.SETTINGS.items() if key not in given]
+    words = [*settings, *words, f"out={out}"]
+    assert cli.run(partial(script.main, words=words), words, getattr(script, schema)) == 0
+    return figures(out)
+
+
+def test_twins(tmp_path, monkeypatch):
+    for name in ("calibrate", "observe_pass"):
+        monkeypatch.setattr(Budget, name, getattr(Budget, name))  # what the script replaces is put back
+    small = ["trainer.epochs=2", "dataset.train_size=4", "rollout.max_new_tokens=16", "rollout.group_size=4"]
+    found = here("twins", "TwinsConfig", tmp_path / "out.json", "arms=[beta 0.02]", *small)
+    (line,) = found["arms"]
     assert [epoch["twin_hit_rate"] for epoch in line["with"]] == [1.0, 1.0]
     assert line["with"][0]["passes_per_row"] < line["without"][0]["passes_per_row"]
-    assert len({*figures(out)["weights"].values()}) == 1
+    assert len({*found["weights"].values()}) == 1
 
 
 def test_evaluations(tmp_path):
-    out = tmp_path / "out.json"
-    small = ["trainer.max_steps=8", "trainer.eval_prompts=8", "rollout.max_new_tokens=64", f"out={out}"]
-    command = [sys.executable, "-m", "benchmarks.evaluations", *small]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    evaluations = figures(out)["evaluations"]
+    small = ["trainer.max_steps=2", "trainer.eval_every=2", "trainer.eval_prompts=8", "dataset.train_size=4"]
+    found = here("evaluations", "EvaluationsConfig", tmp_path / "out.json", "rollout.max_new_tokens=64", *small)
+    evaluations = found["evaluations"]
     assert {name: [record["step"] for record in records] for name, records in evaluations.items()} == {
-        name: [0, 8] for name in ("last texts", "no last texts", "plain")
+        name: [0, 2] for name in ("last texts", "no last texts", "plain")
     }
     last, none, plain = (records[-1]["eval/passes_per_row"] for records in evaluations.values())
     assert last < none <= plain

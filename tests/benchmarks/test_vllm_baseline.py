@@ -10,11 +10,11 @@ import pytest
 
 from benchmarks import process, rivals
 from benchmarks.process import Process
-from benchmarks.vllm_baseline import asked, settings
+from benchmarks.vllm_baseline import settings
 from specrl.bench.pair import options, prepare
 from specrl.rollout.config import RolloutConfig
-from specrl.rollout.engines.base import EngineSpec, SamplingParams
-from specrl.rollout.types import Request, RolloutError
+from specrl.rollout.engines.base import EngineSpec
+from specrl.rollout.types import RolloutError
 from tests.runs import ROOT
 
 MODEL = {"model", "revision", "trust_remote_code", "dtype", "seed", "skip_tokenizer_init", "tensor_parallel_size"}
@@ -124,23 +124,6 @@ def test_vllm_keeps_its_own_defaults(started_with, started, on_gpu, method):
     assert arguments["kv_cache_memory_bytes"] == (None if on_gpu else 512 * 2**20)
     if method:
         assert arguments["speculative_config"]["method"] == ("ngram_gpu" if on_gpu else "ngram")
-
-
-def test_it_answers_with_tokens_and_counts(started_with, started):
-    requests = [Request([5, 9 - i], key=i, max_new_tokens=i + 1) for i in range(3)]
-    message = asked(requests, SamplingParams(frozenset({1}), 0.5))
-    assert message["sampling_params"] == {"temperature": 0.5, "top_p": 1.0, "top_k": 0, "stop_token_ids": [1]}
-    plain = started("benchmarks.vllm_baseline", settings=settings(spec_of(), on_gpu=False)).ask(**message)
-    assert plain["tokens"] == [[9], [8, 8], [7, 7, 7]]
-    assert (plain["steps"], plain["accepted"]) == (3, 0)
-    assert plain["seconds"] > 0
-
-
-def test_on_a_gpu_it_sleeps_between_its_turns(started_with, started):
-    engine = started("benchmarks.vllm_baseline", settings=settings(spec_of(), on_gpu=True, method="ngram"))
-    assert started_with()["calls"] == ["sleep"], "so that the next one can start"
-    engine.ask(**asked([Request([5], key=1, max_new_tokens=1)], SamplingParams(frozenset())))
-    assert started_with()["calls"] == ["sleep", "wake", "reset", "sleep"]
 
 
 def test_errors_of_the_process_reach_the_caller(started_with, started):
