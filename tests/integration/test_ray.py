@@ -75,7 +75,7 @@ def test_a_run_whose_driver_is_killed_resumes_as_the_undisturbed_run(undisturbed
     driver.kill()
     driver.wait()
     assert psutil.wait_procs(serving, 30)[1] == []
-    rest = run(tmp_path, resume="auto", **RAY)
+    rest = run(tmp_path, resume="auto", **RAY | {"cluster__num_workers": 0})
     assert 0 < len(rest.steps) < len(undisturbed.steps)
     missing = len(undisturbed.steps) - len(rest.steps)
     whole_rest = type(undisturbed)(

@@ -66,7 +66,7 @@ def test_records_are_compared_step_by_step():
 @pytest.mark.long
 def test_a_short_soak(tmp_path):
     """Deaths; the leaking control is part of every soak."""
-    words = [f"out={tmp_path / 'out'}", "steps=20", "every=4", "seed=5", f"model={build_policy(tmp_path / 'policy')}"]
+    words = [f"out={tmp_path / 'out'}", "steps=12", "every=4", "seed=5", f"model={build_policy(tmp_path / 'policy')}"]
     words += ["config=ppo_math", "faults=kill", "trainer.save_every=2"]
     words += ["trainer.learning_rate=1e-3"]
     done = subprocess.run([sys.executable, "benchmarks/soak.py", *words], cwd=ROOT, capture_output=True, text=True)

@@ -30,11 +30,9 @@ def plain(tmp_path_factory, model):
     return vllm(tmp_path_factory.mktemp("plain"), model, rollout__acceptance="off")
 
 
-@pytest.mark.parametrize("replay", [0, 1])
-def test_speculation_changes_nothing(tmp_path, model, plain, replay):
-    base = plain if replay == 0 else vllm(tmp_path, model, name="off", rollout__acceptance="off", rollout__replay=1)
-    exact = vllm(tmp_path, model, rollout__replay=replay, rollout__measure_every=2)
-    assert differences(base, exact) == []
+def test_speculation_changes_nothing(tmp_path, model, plain):
+    exact = vllm(tmp_path, model, rollout__measure_every=2)
+    assert differences(plain, exact) == []
     later = [step for step in exact.steps if step.step >= 2]
     assert all(step.reuse > 0.1 for step in later)
     assert all(log["spec/control_mismatches"] == 0 for log in logs(exact) if "spec/control_mismatches" in log)
@@ -91,14 +89,11 @@ def test_control_weights_that_are_not_sent(tmp_path, model):
         vllm(tmp_path, model, sabotage, trainer__learning_rate=1e-2)
 
 
-@pytest.mark.parametrize("passes", [5, 1 << 30])
-def test_rollouts_ahead_change_nothing(tmp_path, model, plain, passes):
-    with mock.patch.object(specrl.run.run, "build_engine", lambda spec, *_: Spare(build_engine(spec), passes)):
+def test_rollouts_ahead_change_nothing(tmp_path, model, plain):
+    with mock.patch.object(specrl.run.run, "build_engine", lambda spec, *_: Spare(build_engine(spec), 5)):
         got = vllm(tmp_path, model)
     assert differences(plain, got) == []
     assert all(step.metrics["spec/ahead_ratio"] > 0 for step in got.steps[1:])
-    if passes > 99:
-        assert all(step.metrics["spec/ahead_done_ratio"] == 1 for step in got.steps[1:])
 
 
 @pytest.mark.long

@@ -178,13 +178,9 @@ def test_only_the_first_process_writes(tmp_path):
     assert list((tmp_path / "checkpoint-1").iterdir()) == []
 
 
-ALGORITHMS = pytest.mark.parametrize("algorithm", [{}, {"config": "ppo_math"}], ids=["grpo", "ppo"])
-
-
 @pytest.mark.slow
-@ALGORITHMS
-def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(tmp_path, capsys, algorithm):
-    options = {"trainer__max_steps": 4, "trainer__save_every": 1, **algorithm}
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(tmp_path, capsys):
+    options = {"trainer__max_steps": 4, "trainer__save_every": 1}
     uninterrupted = run(tmp_path, name="whole", **options)
     first = run(tmp_path, **(options | {"trainer__max_steps": 2}))
     weights = min(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
@@ -202,7 +198,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(tmp_pat
     assert differences(first + run(tmp_path, **options, resume="auto"), uninterrupted) == []
 
 
-@ALGORITHMS
+@pytest.mark.parametrize("algorithm", [{}, {"config": "ppo_math"}], ids=["grpo", "ppo"])
 def test_what_a_checkpoint_carries_does_not_grow_with_the_steps(tmp_path, monkeypatch, algorithm):
     monkeypatch.setattr(callbacks, "HISTORY", 2)
     record = run(tmp_path, trainer__max_steps=4, **algorithm)
@@ -353,16 +349,15 @@ OPTIONS = {
 
 
 @pytest.mark.long
-@ALGORITHMS
-def test_killed_at_random_moments_it_ends_as_the_uninterrupted_run(tmp_path, monkeypatch, algorithm):
+def test_killed_at_random_moments_it_ends_as_the_uninterrupted_run(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.runs"])  # training is killed, not the imports
-    options = {**OPTIONS, **algorithm, "model": str(policy())}
+    options = {**OPTIONS, "model": str(policy())}
     uninterrupted = run(tmp_path, name="whole", **options)
     assert len(uninterrupted.steps) == 24
     rng, folder, reached = random.Random(0), tmp_path / "killed" / "checkpoints", [0]
-    for _ in range(8):
+    for _ in range(4):
         process = context.Process(target=run, args=(tmp_path,), kwargs={"name": "killed", **options})
         process.start()
         deadline, target = time.monotonic() + 60, reached[-1] + rng.randint(1, 2)
