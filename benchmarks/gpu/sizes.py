@@ -90,7 +90,7 @@ SMALL = Sizes(
     numeric_rows=8,
     numeric_tokens=32,
     probes=4,
-    train=("trainer.max_steps=2", "dataset.train_size=4", "rollout.max_new_tokens=32", "trainer.eval_prompts=4"),
+    train=("trainer.max_steps=2", "dataset.train_size=4", "rollout.max_new_tokens=32", "trainer.eval_prompts=0"),
     head_steps=8,
     compile_s=0.0,
 )

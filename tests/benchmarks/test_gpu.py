@@ -8,15 +8,12 @@ import time
 import pytest
 import torch
 
-from benchmarks import process
+from benchmarks.gpu import rival
 from benchmarks.gpu.__main__ import PHASES, main, parse
-from benchmarks.gpu.model import build
-from benchmarks.gpu.rival import vllm_lines
 from benchmarks.gpu.run import faults
-from benchmarks.gpu.sizes import SMALL, Shape
+from benchmarks.gpu.sizes import SMALL
 from tests.runs import ROOT
 
-CPU = torch.device("cpu")
 ABSENT = ("trl", "datasets", "antlr4", "math_verify", "latex2sympy2_extended", "vllm", "ray")
 """What a machine that is made for torch does not have."""
 
@@ -147,7 +144,6 @@ import torch
 asked = []
 there = torch.cuda.is_available
 torch.cuda.is_available = lambda: asked.append(1) or there()
-from benchmarks import process
 from benchmarks.gpu.__main__ import main
 code = main(sys.argv[1:])
 assert not asked, "the parent asked for a GPU, which its forked phases then cannot use"
@@ -185,25 +181,18 @@ def test_every_phase_runs_on_a_bare_machine(tmp_path):
 
 
 @pytest.mark.long
-def test_training_ends_with_the_same_weights(tmp_path):
-    out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks.gpu", "small=true", "phases=training", "device=cpu", f"out={out}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = figures(out)["phases"]["training"]["figures"]["grpo"]
-    assert found["same"]
-    assert len(found["exact"]) == 64
-    assert max(found["reused_ratio"]) > 0
-
-
-@pytest.mark.long
-def test_the_production_engine_is_measured_line_by_line(tmp_path):
+def test_training_ends_with_the_same_weights_and_the_production_engine_is_measured(tmp_path):
     pytest.importorskip("vllm")
     out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks.gpu", "small=true", "phases=engines", "device=cpu", f"out={out}"]
+    words = ["small=true", "phases=training,engines", "device=cpu", f"out={out}"]
+    command = [sys.executable, "-m", "benchmarks.gpu", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = figures(out)["phases"]["engines"]["figures"]
+    phases = {name: phase["figures"] for name, phase in figures(out)["phases"].items()}
+    trained, found = phases["training"]["grpo"], phases["engines"]
+    assert trained["same"]
+    assert len(trained["exact"]) == 64
+    assert max(trained["reused_ratio"]) > 0
     plain, texts = found["host drafts"]["plain"], found["host drafts"]["texts"]
     assert plain["tokens"] == texts["tokens"]
     assert plain["reused"] == 0 < 0.3 < texts["reused"]
@@ -214,12 +203,23 @@ def test_the_production_engine_is_measured_line_by_line(tmp_path):
         assert "only on CUDA" in line["skipped"]
 
 
-@pytest.mark.long
-def test_vllm_is_timed_in_a_process_of_its_own(tmp_path, monkeypatch):
-    pytest.importorskip("vllm")
-    monkeypatch.setitem(process.USERS, "TORCH_COMPILE_DISABLE", "1")
-    monkeypatch.setitem(process.USERS, "VLLM_CPU_KVCACHE_SPACE", "1")
-    build(Shape(128, 128, 2, 4, 2, 32, 512), CPU, torch.float32).save_pretrained(tmp_path)
-    found = vllm_lines(str(tmp_path), [[1, 2, 3], [4, 5, 6]], ((2, 8), (1, 4)))
+class Baseline:
+    """Replaces the process of a stock vLLM."""
+
+    def __init__(self, module, settings):
+        self.tokens_short = settings["model"] == "short"
+
+    def ask(self, rows, sampling_params):
+        return {"tokens": [[7] * (row["max_tokens"] - self.tokens_short) for row in rows], "seconds": 2.0}
+
+    def close(self):
+        pass
+
+
+def test_vllms_seconds_a_token(monkeypatch):
+    monkeypatch.setattr(rival, "Process", Baseline)
+    found = rival.vllm_lines("policy", [[1, 2, 3], [4, 5, 6]], ((2, 8), (1, 4)))
     assert (found["2 rows"]["tokens"], found["1 rows"]["tokens"]) == (8, 4)
-    assert found["2 rows"]["seconds_a_token"] == pytest.approx(found["2 rows"]["seconds"] / 16, abs=1e-4)
+    assert found["2 rows"]["seconds_a_token"] == 2.0 / 16
+    with pytest.raises(RuntimeError, match="14 tokens instead of 16"):
+        rival.vllm_lines("short", [[1, 2, 3], [4, 5, 6]], ((2, 8),))
