@@ -23,8 +23,7 @@ ON = {
     "trainer__drafter__share": 0.5,
 }
 ALGORITHMS = {
-    "grpo": {},
-    "micro-batches": {"trainer__rows_per_pass": 4},
+    "grpo": {"trainer__rows_per_pass": 4},
     "ppo": {"config": "ppo_math", "trainer__updates_per_rollout": 2, "trainer__minibatches": 2},
 }
 

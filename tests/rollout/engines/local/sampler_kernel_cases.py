@@ -73,20 +73,19 @@ def agree(given, law, ids=None) -> bool:
 
 LAWS = [(t, k, p) for t in (0.0, 0.7, 1.0) for k in (0, 1, 5, 50) for p in (1.0, 0.95, 0.3)]
 FEW = [law(), law(0.7, 50, 0.95), law(0.0, 5), law(1.0, 0, 0.3)]
-SHAPES = [(1, 7, LAWS), (3, 1000, LAWS[::2]), (17, 4099, FEW[:2])]
+SHAPES = [(1, 7, LAWS), (3, 1000, LAWS[::5]), (5, 4099, FEW[:2])]
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("n", "vocab", "laws"), SHAPES, ids=lambda x: "" if isinstance(x, list) else str(x))
-def test_the_same_draws_and_logprobs_as_on_a_cpu(n, vocab, laws, kind):
-    given = rows(n, vocab, kind)
+def test_the_same_draws_and_logprobs_as_on_a_cpu(n, vocab, laws):
+    given = rows(n, vocab, torch.bfloat16 if n == 3 else torch.float32)
     for law in laws:
         assert agree(given, law), law
 
 
-@pytest.mark.parametrize("law", FEW, ids=str)
+@pytest.mark.parametrize("law", FEW[:2], ids=str)
 def test_and_of_the_ids_that_columns_are_given(law):
-    given = rows(5, 4099)
+    given = rows(3, 4099)
     ids = torch.randperm(152_000, generator=torch.Generator().manual_seed(1))[:4099].sort().values.int()
     assert agree(given, law, ids)
     draws = sampler_kernel.keyed_sample(*given, *law, ids)[0]
@@ -177,7 +176,7 @@ def test_a_row_depends_on_nothing_beside_it():
         assert sampler_kernel.keyed_sample(*(x[turned] for x in given), *law).equal(together[:, turned])
 
 
-@pytest.mark.parametrize("law", [*FEW, law(0.7)], ids=str)
+@pytest.mark.parametrize("law", [*FEW[1:3], law(0.7)], ids=str)
 def test_infinite_and_missing_logits(law):
     logits, keys, positions, targets = rows(6, 4099)
     logits[0, 100:] = -torch.inf
@@ -215,7 +214,7 @@ def test_no_rows_and_strided_rows():
 
 
 def test_draws_follow_the_law():
-    n, p = 1000, np.random.default_rng(3).dirichlet(np.ones(12))
+    n, p = 600, np.random.default_rng(3).dirichlet(np.ones(12))
     logits = torch.tensor(np.log(p)).float().expand(n, -1)
     _, keys, positions, targets = rows(n, 12)
     want = processed_by_hand(np.log(p), *law(0.7))

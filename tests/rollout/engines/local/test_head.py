@@ -33,8 +33,8 @@ def on_gpu_passes(monkeypatch):
     monkeypatch.setattr(probe, "on_gpu", lambda model: True)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "window"), [("qwen3", 4), ("llama", 0)])
 def test_a_head_changes_nothing(golden, family, window):
     model, cases, want = golden(family)
     drafters = drafts_of_every_quality([t for t, _, _ in want])
