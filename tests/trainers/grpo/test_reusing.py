@@ -302,19 +302,12 @@ def test_control_forgotten_visits_repeat_noise(accumulated, tmp_path):
         ("generation_kwargs", {"temperature": 0.5}, r"generation_kwargs\.temperature=0\.5.*Use temperature=0\.5 there"),
         (
             "generation_kwargs",
-            {"max_new_tokens": 3},
-            r"generation_kwargs\.max_new_tokens=3.*Use max_completion_length=3 there",
-        ),
-        ("generation_kwargs", {"do_sample": False}, r"generation_kwargs\.do_sample=False.*Leave do_sample out"),
-        (
-            "generation_kwargs",
             {"eos_token_id": 4},
             r"generation_kwargs\.eos_token_id=4.*model\.generation_config\.eos_token_id=4",
         ),
         ("max_completion_length", None, "max_completion_length=None.*Use max_completion_length=256"),
         ("min_p", 0.5, "min_p=0.5.*temperature, top_k and top_p alone. Use min_p=None"),
         ("repetition_penalty", 5.0, "repetition_penalty=5.0.*Use repetition_penalty=1"),
-        ("top_k", -1, "top_k=-1.*Use top_k=0"),
         ("temperature", 0.0, "temperature=0.0.*Use temperature=1.0"),
         ("top_k", None, "top_k=None.*Use top_k=0"),
     ],
@@ -324,22 +317,17 @@ def test_options_of_trl_that_it_cannot_obey_are_refused(option, value, words, id
     refused(idle, words)
 
 
-@pytest.mark.parametrize("use_vllm", [False, True])
 @pytest.mark.parametrize(
     ("entries", "remedy"),
     [
-        ({"top_k": 50}, {"top_k": 50}),
-        ({"top_p": 0.9}, {"top_p": 0.9}),
         ({"temperature": 0.5}, {"temperature": 0.5}),
         ({"max_new_tokens": 33}, {"max_completion_length": 33}),
         ({"top_k": -1}, {}),
-        ({"temperature": 0.0}, {}),
         ({"suppress_tokens": [3]}, {}),
-        ({"min_new_tokens": 2}, {}),
     ],
 )
-def test_what_a_refusal_suggests_is_accepted(entries, remedy, use_vllm, tmp_path):
-    usual = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "use_vllm": use_vllm}
+def test_what_a_refusal_suggests_is_accepted(entries, remedy, tmp_path):
+    usual = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
     with pytest.raises(RolloutError) as caught:
         check_args(GRPOConfig(**usual, generation_kwargs=entries), {})
     for name, value in remedy.items():
@@ -388,8 +376,8 @@ def test_models_that_it_cannot_sample_from_are_refused_in_the_constructor(foreig
         of_model(AutoModelForCausalLM.from_config(foreign), tmp_path)
 
 
-def test_such_a_model_that_is_given_by_name_is_refused_before_it_is_loaded(foreign, tmp_path):
-    foreign.save_pretrained(tmp_path)  # there are no weights
+def test_such_a_model_that_is_given_by_name_is_refused_before_it_is_loaded(tmp_path):
+    transformers.Gemma2Config(**SIZES).save_pretrained(tmp_path)  # there are no weights
     with pytest.raises(RolloutError, match=CANNOT):
         of_model(str(tmp_path), tmp_path)
 
@@ -424,8 +412,6 @@ def test_under_vllm_nothing_is_said_of_dropout_as_trl_samples_without_it_too(idl
         ({"generation_kwargs": {"n": 2}}, r"generation_kwargs\.n=2.*Leave"),
         ({"vllm_structured_outputs_regex": "a+"}, "Use vllm_structured_outputs_regex=None"),
         ({"vllm_mode": "colocate", "vllm_tensor_parallel_size": 2}, "Use vllm_tensor_parallel_size=1"),
-        ({"min_p": 0.1}, "Use min_p=None"),
-        ({"repetition_penalty": 1.1}, "Use repetition_penalty=1"),
     ],
 )
 def test_options_of_vllm_that_it_cannot_obey_are_refused_before_a_model_is_loaded(options, words, tmp_path):
@@ -484,7 +470,6 @@ def test_arguments_that_it_cannot_serve_are_refused_before_a_model_is_loaded(nam
     [
         ("num_beams", 3, 1),
         ("no_repeat_ngram_size", 3, 0),
-        ("repetition_penalty", 1.1, 1.0),
         ("forced_eos_token_id", 0, None),
         ("stop_strings", ["x"], None),
         ("not_known_yet", 3, None),

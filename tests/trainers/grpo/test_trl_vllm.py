@@ -31,7 +31,7 @@ STARTS_WITHIN = 180  # seconds
 
 
 def row_of_the_matrix(folder: Path, mode: str, kind: str, *url: str) -> None:
-    """Runs matrix.py, which compares. Its kinds async and environment are left out here."""
+    """Runs matrix.py, which compares, with some of its kinds."""
     command = [sys.executable, "-m", "tests.trainers.grpo.matrix", str(folder), mode, kind, *url]
     environment = ENVIRONMENT | {"MASTER_PORT": str(free_port())}  # two tests at once would take TRL's first choice
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580)
@@ -85,9 +85,8 @@ class serving:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["single", "tools"])
-def test_served(kind, server, tmp_path):
-    row_of_the_matrix(tmp_path, "server", kind, server)
+def test_served(server, tmp_path):
+    row_of_the_matrix(tmp_path, "server", "tools", server)
 
 
 @pytest.mark.long

@@ -44,11 +44,11 @@ def lenient_requests(cases, texts, visit):
     return requests
 
 
-@pytest.mark.parametrize(("lenience", "draft_tokens"), [(0.5, 8), (1.65, 40)])
-def test_lenient_decides_as_the_transformers_engine(saved, updated, lenience, draft_tokens):
+def test_lenient_decides_as_the_transformers_engine(saved, updated):
+    lenience = 1.65
     cases = [(prompt, 30) for prompt, _ in prompts_and_caps(30)]
     texts, _ = TransformersEngine(saved("qwen3")[0], SamplingParams(EOS_IDS)).generate(requests_of(cases))
-    engine, model = updated(acceptance="lenient", lenience=lenience, draft_tokens=draft_tokens)
+    engine, model = updated(acceptance="lenient", lenience=lenience, draft_tokens=40)
     new = moved(model, 1)
     engine.update_weights(new.state_dict().items(), 1, probe_of(new))
     reference = local(new, SamplingParams(EOS_IDS), lenience=lenience)
@@ -93,12 +93,12 @@ def asked(cases, want):
     return made
 
 
-@pytest.mark.parametrize(("threshold", "window"), [(0.0, 6), (0.5, 1), (0.5, 6), (1.1, 6)])
-def test_it_is_the_judge_of_the_transformers_engine(judging, golden, threshold, window):
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+def test_it_is_the_judge_of_the_transformers_engine(judging, golden, threshold):
     cases, want = golden()
     reference = judged(policy("qwen3"), SamplingParams(EOS_IDS), head(threshold), window=6)
     theirs, _ = reference.generate(asked(cases, want))
-    done, stats = judging(threshold, window=window).generate(asked(cases, want))
+    done, stats = judging(threshold).generate(asked(cases, want))
     assert differing(done, exactly(theirs), 1e-3) == []
     for ours, their in zip(done, theirs, strict=True):  # both have one more sample after a full draft
         columns = (ours.reused, their.reused, ours.behaviour_logprobs, their.behaviour_logprobs)
@@ -150,7 +150,6 @@ def reader(saved):
 STEP_END = StepEnd(["ab", "b"], lambda tokens: "".join("abcdefghij"[t % 10] for t in tokens), EOS_IDS, 40, VOCAB)
 ROUTERS = {
     "all": Router(lambda steps: [1.0] * len(steps), 0.5),
-    "none": Router(lambda steps: [0.0] * len(steps), 0.5),
     "every other": Router(lambda steps: [len(c.history) % 2 for c in steps], 0.5),
     "likelihood": by_likelihood(8.0),
 }
@@ -160,8 +159,9 @@ def asked_of_both():
     return requests_of([(prompt, 30) for prompt, _ in prompts_and_caps(12)])
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("draft", ["transformers", "vllm"])
+@pytest.mark.parametrize(
+    ("router", "draft"), [("all", "vllm"), ("every other", "transformers"), ("likelihood", "vllm")]
+)
 def test_a_routed_rollout_is_that_of_transformers_engines(saved, engine_of, reader, router, draft):
     small, sampling = saved("llama")[0], SamplingParams(EOS_IDS)
     writer = local(small, sampling) if draft == "transformers" else engine_of("llama")
