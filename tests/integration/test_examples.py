@@ -157,7 +157,7 @@ def lines(page):
     return [(line, how) for line, how in treated if how in ("run", "dry run", "shell")]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("page", [page for page in PAGES if lines(page)], ids=lambda page: page.name)
 def test_the_commands_of_a_page_run(page, readers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

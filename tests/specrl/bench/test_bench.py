@@ -103,6 +103,7 @@ def test_a_config_brings_its_prompts_engine_and_sampling(mine, tmp_path, capsys)
     assert (rollout.temperature, rollout.top_k, rollout.max_new_tokens) == (0.5, 3, 6)
 
 
+@pytest.mark.slow
 def test_all_cases_share_one_engine(mine, monkeypatch):
     """vLLM's sleep mode takes one a process."""
     built = []

@@ -43,7 +43,7 @@ def started():
         yield ray
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_ray_started_here_listens_on_loopback_only(started):
     @started.remote
     def serve():
@@ -69,7 +69,7 @@ def join(address, mode):
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_only_those_with_the_token_can_join(started):
     address = started.get_runtime_context().gcs_address
     assert "joined" in join(address, "token").stdout
@@ -94,7 +94,7 @@ def test_what_killed_runs_left_is_removed_and_what_living_ones_use_is_not():
     runs[1].communicate("done", timeout=30)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_ray_that_runs_already_is_used_and_left_alone(started):
     address = started.get_runtime_context().gcs_address
     with connect(ClusterConfig(num_workers=1, address="auto")):

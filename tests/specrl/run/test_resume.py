@@ -52,21 +52,21 @@ def test_a_claim_makes_the_directory_and_leaves_nothing_but_an_empty_lock_in_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("resume", ["no", "auto"])
-def test_a_name_is_held_while_its_run_lives(tmp_path, capsys, monkeypatch, resume):
+def test_a_name_is_held_while_its_run_lives(tmp_path, capsys, monkeypatch):
     """The second start ends before it loads anything; the death of the first, however it comes, frees the name."""
     first = hold(tmp_path)
     monkeypatch.setattr(specrl.run.run, "build", lambda *_: pytest.fail("it began"))
-    argv = words(tmp_path, resume=resume)
-    capsys.readouterr()
-    assert cli.run(specrl.train.main, argv) == cli.USAGE_ERROR
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 1
-    assert f"(pid {first.pid} on {os.uname().nodename} since " in errors[0]
-    assert "name=..." in errors[0]
+    for resume in ("no", "auto"):
+        argv = words(tmp_path, resume=resume)
+        capsys.readouterr()
+        assert cli.run(specrl.train.main, argv) == cli.USAGE_ERROR
+        errors = capsys.readouterr().err.splitlines()
+        assert len(errors) == 1
+        assert f"(pid {first.pid} on {os.uname().nodename} since " in errors[0]
+        assert "name=..." in errors[0]
     first.kill()
     first.communicate()
-    with lock(tmp_path, resume=resume):
+    with lock(tmp_path, resume="auto"):
         pass
 
 
