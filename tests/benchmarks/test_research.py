@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import ablation
-from benchmarks.research.equivalence import on_policy
+from benchmarks.research.equivalence import arms, on_policy
 from specrl.config import load as cli
 from specrl.drafter import shortened
 from specrl.rollout.engines.local.model import PackedModel
@@ -21,6 +21,7 @@ JUDGES_RUN = ["dataset.train_size=4", "trainer.epochs=2", "trainer.prompts_per_s
 SMALLEST = {
     "noise": {"VOCABULARY": 64, "HIDDEN": {"small": 8}},
     "cotraining": {"PROMPTS": 1, "GROUP": 2, "CAP": 16},
+    "equivalence.arms": {"ARMS": (arms.OFF, arms.AGAIN, arms.EXACT, arms.PUBLISHED, *arms.CONTROLS)},
     "equivalence.learning": {"EPOCHS": 2},
     "equivalence.on_policy": {"OPTIONS": on_policy.OPTIONS | {"dataset.train_size": 4, "rollout.max_new_tokens": 24}},
     "routers": {"REPEATS": 1},

@@ -73,11 +73,12 @@ def test_dynamic_sampling_costs_guesses_only(tmp_path):
 
 
 def test_a_resumed_run_is_the_same_and_checkpoints_hold_nothing_of_it(tmp_path):
-    uninterrupted = ahead(tmp_path, name="uninterrupted", trainer__save_every=3)
-    without = run(tmp_path, name="without", trainer__save_every=3)
+    options = {"trainer__epochs": 2, "trainer__save_every": 3}
+    uninterrupted = ahead(tmp_path, name="uninterrupted", **options)
+    without = run(tmp_path, name="without", **options)
     assert stored(uninterrupted) == stored(without) != {}
-    begun = ahead(tmp_path, name="parts", trainer__max_steps=6, trainer__save_every=3)
-    rest = ahead(tmp_path, name="parts", trainer__save_every=3, resume="auto")
+    begun = ahead(tmp_path, name="parts", trainer__max_steps=3, **options)
+    rest = ahead(tmp_path, name="parts", **options, resume="auto")
     assert differences(begun + rest, uninterrupted) == differences(without, uninterrupted) == []
     assert rest.steps[0].metrics["spec/ahead_mb"] == 0
 
