@@ -84,10 +84,10 @@ def count_passes(clock: Clock) -> Counter[str]:
     """From now on counts the passes of policies and heads, and charges them to the clock."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from specrl.rollout.engines.vllm import planned_worker
+    from specrl.rollout.engines.vllm import planned_v2
 
     counts: Counter[str] = Counter()
-    update, install = Scheduler.update_from_output, planned_worker.propose_with_model
+    update, install = Scheduler.update_from_output, planned_v2.propose_with_model
 
     def update_from_output(self, scheduler_output, model_runner_output):
         tokens = scheduler_output.total_num_scheduled_tokens
@@ -103,7 +103,7 @@ def count_passes(clock: Clock) -> Counter[str]:
         install(runner)
         runner.speculator.model.register_forward_pre_hook(of_head, with_kwargs=True)
 
-    Scheduler.update_from_output, planned_worker.propose_with_model = update_from_output, propose_with_model
+    Scheduler.update_from_output, planned_v2.propose_with_model = update_from_output, propose_with_model
     return counts
 
 

@@ -2,12 +2,12 @@
 
     python -m benchmarks.research.vllm_host rows=[64,256,512] out=FILE
 
-Rolls out the known texts of benchmarks/research/host.py as Model Runner V1 would: each step `sample` verifies every
-row's draft and `propose` names the next ones. The model takes no time, and the draw only reads the texts. Reports
-thread time in microseconds a row, of steps in which nearly all rows take part. `planned_us_a_row` is the same where
-the drafts enter at vLLM's scheduler (rollout/engines/vllm/planned.py): workers sample and accept, and the host gets
-what they accepted. `device_us_a_row` is the host's part of drafts on the device
-(rollout/engines/vllm/scheduler.py): the calls of vLLM's scheduler between steps.
+Rolls out the known texts of benchmarks/research/host.py: each step workers verify every row's draft, `accept` gets
+what they accepted, and `propose` names the next drafts (rollout/engines/vllm/planned.py). The model takes no time, and
+the draw only reads the texts. Reports thread time in microseconds a row, of steps in which nearly all rows take part,
+on Model Runner V1 with its worker in this process (planned_v1.py). `v2_us_a_row` is the host's part on V2, whose
+workers accept on the device, and `device_us_a_row` that of drafts on the device (device_scheduler.py): the calls of
+vLLM's scheduler between steps.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import DraftTokenIds, LogprobsLists
 
 from benchmarks.research import host
 from specrl.config import load as cli
 from specrl.rollout.drafting.contexts import ContextTable
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import SamplingParams
-from specrl.rollout.engines.vllm import v1
-from specrl.rollout.engines.vllm.batch import LogprobBuffer, VLLMRow
-from specrl.rollout.engines.vllm.flow import Flow
+from specrl.rollout.engines.vllm import planned_v1
 from specrl.rollout.engines.vllm.logits import LogitsBudget
-from specrl.rollout.engines.vllm.planned import PlannedAdapter
-from specrl.rollout.engines.vllm.planned_worker import WorkerDrafts
+from specrl.rollout.engines.vllm.planned import PlannedDrafts
+from specrl.rollout.engines.vllm.planned_v2 import WorkerDrafts
+from specrl.rollout.engines.vllm.row import VLLMRow
 from specrl.rollout.engines.vllm.scheduler import DraftLengths, set_lengths
+from specrl.rollout.engines.vllm.wire import keyed_args
 from specrl.rollout.sections import doc
 from specrl.rollout.verify import accept_exact
 
@@ -88,68 +88,67 @@ class Rollout:
         drafting.contexts.learn(made.others)
         drafting.begin(requests)
         drafting.propose = self.clock.timed("asking", drafting.propose)
-        self.flow = Flow(
-            drafting=drafting,
-            draft_tokens=DRAFT_TOKENS,
-            budget=LogitsBudget(ROOM),
-            rows=rows,
-            logprobs=LogprobBuffer([*rows.values()]),
+        self.drafts = PlannedDrafts(
+            drafting=drafting, draft_tokens=DRAFT_TOKENS, budget=LogitsBudget(ROOM), rows=dict(rows)
         )
-        self.adapter = v1.V1Adapter(flow=self.flow, chunk=ROOM)
-        v1.packed_sample = self.clock.timed("draw", self.draw)  # the texts are known, so no logits are sampled
         self.steps: list[tuple[int, dict[str, float]]] = []
         """Rows of each step, and its seconds by part."""
 
-    def run(self) -> None:
-        rows, drafting, clock = self.flow.rows, self.flow.drafting, self.clock
-        sample, propose = clock.timed("sample", self.adapter.sample), clock.timed("propose", self.adapter.propose)
-        drafts, asking = dict.fromkeys(rows, ()), None
-        while names := [name for name, row in rows.items() if row.finish is None]:
-            clock.seconds = {}
-            runner, metadata, logits = batch(names, [drafts[name] for name in names])
-            sampled = sample(runner, logits, metadata).sampled_token_ids.tolist()
-            given = propose([[token for token in row if token >= 0] for row in sampled])
-            drafts = dict(zip(names, given, strict=True))
-            tokens, stood = len(logits), sum(token >= 0 for row in sampled for token in row)
-            drafting.budget.observe_pass(
-                tokens, host.cost(len(names), tokens), len(names), emitted=stood, asking=asking
-            )
-            asking = drafting.asking
-            self.steps.append((len(names), clock.seconds))
-        if [row.tokens for row in rows.values()] != self.truths:
-            raise RuntimeError("the hooks gave other texts than were drawn")
+    def on_v1(self) -> None:
+        """The worker is in this process, and hands over what it accepted."""
+        config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 1))
+        worker = planned_v1.KeyedDrafter(config)
+        worker.serve(self.drafts, ROOM, None)
+        planned_v1.packed_sample = self.clock.timed("draw", self.draw)  # the texts are known: no logits are sampled
+        sample = self.clock.timed("worker", worker.sample)
 
-    def run_planned(self) -> None:
-        """The same drafts by way of vLLM's scheduler."""
-        adapter, clock = PlannedAdapter(flow=self.flow, drafter_share=0.0), self.clock
-        accept, propose = clock.timed("sample", adapter.accept), clock.timed("propose", adapter.propose)
-        rows, drafting = self.flow.rows, self.flow.drafting
-        numbers = {name: i for i, name in enumerate(rows)}
-        plan = {}
-        asking = None
+        def verified(names: list[str], plan: dict[str, list[int]]) -> tuple[list[list[int]], None]:
+            runner, metadata, logits = batch(names, self.drafts.rows, [plan.get(name, []) for name in names])
+            sampled = sample(runner, logits, metadata).sampled_token_ids.tolist()
+            return [[token for token in row if token >= 0] for row in sampled], None
+
+        self._run(verified, lambda names: DraftTokenIds(names, [[] for _ in names]))
+
+    def on_v2(self) -> None:
+        """Workers send the tokens that they accepted, with log-probs."""
+        numbers = {name: i for i, name in enumerate(self.drafts.rows)}
+
+        def verified(names: list[str], plan: dict[str, list[int]]) -> tuple[list[list[int]], LogprobsLists]:
+            sampled = []
+            for name in names:
+                draft, first = plan.get(name, []), len(self.drafts.rows[name].tokens)
+                tokens = self.texts[numbers[name], first : first + len(draft) + 1].tolist()
+                sampled.append(tokens[: accept_exact(tokens, draft) + 1])
+            return sampled, logprobs_of(sampled)
+
+        self._run(verified, lambda names: WorkerDrafts(names, [], {}))
+
+    def _run(self, verified, proposed) -> None:
+        """Args: verified: what workers sample and accept in a step; proposed: what they send for the next one."""
+        accept, propose = (
+            self.clock.timed("accept", self.drafts.accept),
+            self.clock.timed("propose", self.drafts.propose),
+        )
+        rows, plan = self.drafts.rows, {}
+        observe = self.drafts.drafting.budget.observe_pass
         while names := [name for name, row in rows.items() if row.finish is None]:
-            clock.seconds = {}
-            sampled = [self._accepted(numbers[name], rows[name], plan.get(name, ())) for name in names]
-            tokens, emitted = sum(1 + len(plan.get(name, ())) for name in names), sum(map(len, sampled))
+            self.clock.seconds = {}
+            tokens = len(names) + sum(map(len, plan.values()))
+            sampled, logprobs = verified(names, plan)
             accept(
                 SimpleNamespace(total_num_scheduled_tokens=tokens, scheduled_spec_decode_tokens=plan),
-                SimpleNamespace(req_ids=names, sampled_token_ids=sampled, logprobs=logprobs_of(sampled)),
+                SimpleNamespace(req_ids=names, sampled_token_ids=sampled, logprobs=logprobs),
             )
-            proposed = propose(WorkerDrafts(names, [], {}))
-            plan = {name: draft for name, draft in zip(names, proposed.draft_token_ids, strict=True) if draft}
-            drafting.budget.observe_pass(
-                tokens, host.cost(len(names), tokens), len(names), emitted=emitted, asking=asking
-            )
-            asking = drafting.asking
-            self.steps.append((len(names), clock.seconds))
-        if [row.tokens for row in rows.values()] != self.truths:
-            raise RuntimeError("the adapter gave other texts than were sampled")
 
-    def _accepted(self, number: int, row: VLLMRow, draft: Sequence[int]) -> list[int]:
-        """What a worker samples for a row and accepts."""
-        first = len(row.tokens)
-        sampled = self.texts[number, first : first + len(draft) + 1].tolist()
-        return sampled[: accept_exact(sampled, draft) + 1]
+            def counted(tokens: int, seconds: float, rows: int, names=names, **counts) -> None:
+                observe(tokens, host.cost(len(names), tokens), rows, **counts)  # the seconds of a model
+
+            self.drafts.drafting.budget.observe_pass = counted
+            drafts = propose(proposed(names)).draft_token_ids
+            plan = {name: draft for name, draft in zip(names, drafts, strict=True) if draft}
+            self.steps.append((len(names), self.clock.seconds))
+        if [row.tokens for row in rows.values()] != self.truths:
+            raise RuntimeError("the rows have other texts than were sampled")
 
     def draw(self, logits: Tensor, keys: Tensor, positions: Tensor, targets: Tensor, *law: float) -> Tensor:
         """As packed_sample: keys are the numbers of the rows."""
@@ -164,17 +163,24 @@ def logprobs_of(sampled: Sequence[Sequence[int]]) -> LogprobsLists:
     return LogprobsLists(zeros.astype(np.int32), zeros, zeros[:, 0], starts)
 
 
-def batch(names: Sequence[str], drafts: Sequence[Sequence[int]]) -> tuple[SimpleNamespace, SimpleNamespace, Tensor]:
+def batch(
+    names: Sequence[str], rows: dict[str, VLLMRow], drafts: Sequence[Sequence[int]]
+) -> tuple[SimpleNamespace, SimpleNamespace, Tensor]:
     """The runner's state in a step, the metadata of its drafts, and logits of a vocabulary of one."""
     counts = list(map(len, drafts))
-    fed = torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32)
+    ids = torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32)
+    requests = {}
+    for name in names:
+        row = rows[name]
+        params = SimpleNamespace(extra_args=keyed_args(row.request), temperature=1.0, top_k=0, top_p=1.0, min_tokens=0)
+        requests[name] = SimpleNamespace(sampling_params=params, num_tokens=len(row.request.prompt) + len(row.tokens))
     runner = SimpleNamespace(
-        input_batch=SimpleNamespace(req_ids=list(names)),
+        input_batch=SimpleNamespace(req_ids=list(names), sampling_metadata=SimpleNamespace(max_num_logprobs=None)),
+        requests=requests,
         discard_request_mask=SimpleNamespace(np=np.zeros(len(names), dtype=bool)),
-        query_start_loc=SimpleNamespace(np=np.cumsum([0, *(count + 1 for count in counts)], dtype=np.int32)),
     )
-    metadata = SimpleNamespace(num_draft_tokens=counts, draft_token_ids=fed) if len(fed) else None
-    return runner, metadata, torch.zeros(len(fed) + len(names), 1)
+    metadata = SimpleNamespace(num_draft_tokens=counts, draft_token_ids=ids) if len(ids) else None
+    return runner, metadata, torch.zeros(len(ids) + len(names), 1)
 
 
 def line(rows: int, config: VLLMHostConfig) -> dict:
@@ -182,10 +188,10 @@ def line(rows: int, config: VLLMHostConfig) -> dict:
     texts = host.HostConfig(rows=rows, tokens=config.tokens, agreement=config.agreement)
     made = host.work(texts)
     runs = {}
-    for name in ("run", "run_planned"):
+    for name in ("on_v1", "on_v2"):
         repeats = [_once(texts, made, name) for _ in range(config.repeats)]
         runs[name] = min(repeats, key=lambda found: found["us_a_row"]["all"])
-    return {**runs["run"], "planned_us_a_row": runs["run_planned"]["us_a_row"]}
+    return {**runs["on_v1"], "v2_us_a_row": runs["on_v2"]["us_a_row"]}
 
 
 def _once(config: host.HostConfig, made: host.Work, way: str) -> dict:
@@ -198,13 +204,14 @@ def _once(config: host.HostConfig, made: host.Work, way: str) -> dict:
         got = [sum(s.get(p, 0.0) for p in parts) - sum(s.get(p, 0.0) for p in less) for _, s in full]
         return round(1e6 * statistics.median(g / rows for g, (rows, _) in zip(got, full, strict=True)), 2)
 
-    stats, row_steps = rollout.flow.stats, sum(rows for rows, _ in rollout.steps)
+    stats, row_steps = rollout.drafts.stats, sum(rows for rows, _ in rollout.steps)
     return {
         "rows": config.rows,
         "us_a_row": {
-            "all": us("sample", "propose", less=["draw"]),
-            "without_asking": us("sample", "propose", less=["draw", "asking"]),
-            "sample": us("sample", less=["draw"]),
+            "all": us("worker", "accept", "propose", less=["draw"]),
+            "without_asking": us("worker", "accept", "propose", less=["draw", "asking"]),
+            "worker": us("worker", less=["draw"]),
+            "accept": us("accept"),
             "propose": us("propose", less=["asking"]),
             "asking": us("asking"),
         },

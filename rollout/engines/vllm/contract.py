@@ -16,11 +16,6 @@ from specrl.rollout.types import RolloutError
 
 _GPU = "vllm.v1.worker.gpu."
 _SCHEDULER = "vllm.v1.core.sched."
-_SYNCHRONOUS = {
-    f"{_SCHEDULER}scheduler:Scheduler._update_request_with_output": "self request new_token_ids is_stale",
-    f"{_SCHEDULER}utils:check_stop": "request max_model_len",
-    "vllm.v1.request:Request.append_output_token_ids": "self token_ids",
-}
 _SERVED = {
     "vllm.v1.engine.core:EngineCore": "preprocess_add_request vllm_config",
     "vllm.v1.engine.core:EngineCore.preprocess_add_request": "self request",
@@ -29,19 +24,28 @@ _SERVED = {
     "vllm.v1.outputs:ModelRunnerOutput": "req_id_to_index sampled_token_ids",
     "vllm.v1.request:Request": "num_computed_tokens num_tokens",
     f"{_SCHEDULER}scheduler:Scheduler": "requests grammar_compile_error_reqs",
+    f"{_SCHEDULER}scheduler:Scheduler.add_request": "self request",
+    f"{_SCHEDULER}scheduler:Scheduler.update_from_output": "self scheduler_output model_runner_output",
+}
+_PLANNED = {
+    f"{_SCHEDULER}output:SchedulerOutput": (
+        "num_scheduled_tokens total_num_scheduled_tokens scheduled_spec_decode_tokens num_spec_tokens_to_schedule"
+    ),
+    f"{_SCHEDULER}scheduler:Scheduler.update_draft_token_ids": "self draft_token_ids",
     f"{_SCHEDULER}scheduler:Scheduler.update_from_output": "self scheduler_output model_runner_output",
 }
 _V1 = {
-    **_SYNCHRONOUS,
+    **_PLANNED,
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._sample": "self logits spec_decode_metadata",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner": (
-        "input_batch discard_request_mask query_start_loc effective_drafter_max_model_len drafter compute_logits"
+        "input_batch requests discard_request_mask effective_drafter_max_model_len drafter compute_logits"
     ),
+    "vllm.v1.worker.gpu_input_batch:CachedRequestState": "sampling_params num_tokens",
     "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": "num_draft_tokens draft_token_ids",
     "vllm.v1.outputs:SamplerOutput": "sampled_token_ids logprobs_tensors",
 }
 _V2 = {
-    **_SYNCHRONOUS,
+    **_PLANNED,
     f"{_GPU}spec_decode.ngram.speculator:NgramGPUSpeculator": "propose",
     f"{_GPU}sample.sampler:Sampler.__call__": "self logits input_batch",
     f"{_GPU}sample.sampler:Sampler.sample": (
@@ -84,10 +88,6 @@ _V2 = {
     f"{_GPU}sample.states:SamplingStates": "temperature top_k vocab_size",
     "vllm.v1.worker.gpu_worker:Worker": "weight_transfer_engine get_draft_model",
     "vllm.v1.worker.gpu_worker:Worker.load_model": "self load_dummy_weights",
-    f"{_SCHEDULER}output:SchedulerOutput": "num_spec_tokens_to_schedule",
-    f"{_SCHEDULER}scheduler:Scheduler.add_request": "self request",
-    f"{_SCHEDULER}scheduler:Scheduler.update_draft_token_ids": "self draft_token_ids",
-    f"{_SCHEDULER}scheduler:Scheduler.update_from_output": "self scheduler_output model_runner_output",
     f"{_SCHEDULER}async_scheduler:AsyncScheduler._update_after_schedule": "self scheduler_output",
     f"{_SCHEDULER}async_scheduler:AsyncScheduler._update_request_with_output": "self request new_token_ids is_stale",
 }

@@ -1,14 +1,13 @@
-"""The driver's loops: a response is one request, and each of its steps verifies a draft.
+"""The driver's loop: a response is one request, and each of its steps verifies a draft.
 
-`HostFlow` serves drafters of the host on either model runner. `DeviceFlow` leaves drafts, samples and their acceptance
-to the device, on Model Runner V2 with asynchronous scheduling: drafts come from texts that each request brings
-(device.py) or from a speculator of vLLM's own, also where several GPUs hold the model together. The host sees a step's
-samples one step later; it only counts per row and step.
+With `PlannedDrafts` the scheduler carries the host's drafts, on either model runner. With `DraftLengths` drafts,
+samples and their acceptance are left to the device, on Model Runner V2 with asynchronous scheduling: drafts come from
+texts that each request brings (device.py) or from a speculator of vLLM's own. The host sees a step's samples one step
+later; it only counts per row and step.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -22,120 +21,82 @@ from vllm.sampling_params import RequestOutputKind
 from specrl.rollout.drafting.draft import ask
 from specrl.rollout.drafting.suffix import SuffixDrafter
 from specrl.rollout.engines.response import refuse_unusable
-from specrl.rollout.engines.vllm.batch import BUG, LogprobBuffer, StepBatch, VLLMRow
 from specrl.rollout.engines.vllm.device import MOST_TEXTS
-from specrl.rollout.engines.vllm.flow import Step
-from specrl.rollout.engines.vllm.planned import PlannedAdapter
+from specrl.rollout.engines.vllm.planned import PlannedDrafts
+from specrl.rollout.engines.vllm.row import BUG, VLLMRow
 from specrl.rollout.engines.vllm.scheduler import DraftLengths
-from specrl.rollout.engines.vllm.v1 import V1Adapter
 from specrl.rollout.engines.vllm.wire import TEXTS, keyed_args, pack_text
 from specrl.rollout.types import EngineStats, Request, RolloutError
-from specrl.rollout.verify import Accepted, exact
+from specrl.rollout.verify import Accepted
 
 
 @dataclass(kw_only=True)
-class HostFlow:
-    """Generates each response with one request."""
-
-    llm: LLM
-    adapter: V1Adapter | PlannedAdapter
-
-    def __post_init__(self):
-        self.adapter.install(self.llm)
-
-    def run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool], weight_version: int) -> EngineStats:
-        """Finishes every row, unless `stop` says before a step that this is enough."""
-        flow = self.adapter.flow
-        engine = self.llm.llm_engine
-        flow.weight_version = weight_version
-        flow.stats = EngineStats()
-        flow.step = Step()
-        flow.logprobs = LogprobBuffer(rows) if flow.rule is exact else None
-        outputs: dict[int, CompletionOutput] = {}
-        try:
-            for i, row in enumerate(rows):
-                if flow.drafting.verifies_once:
-                    row.old_text = flow.drafting.text(row)  # type: ignore[attr-defined]  # the lenient one has it
-                flow.rows[submit(self.llm, str(i), row, **self.adapter.sampling_params(row))] = row
-            while engine.has_unfinished_requests() and not stop():
-                flow.step = flow.step.next()
-                began = time.perf_counter()
-                outputs |= step(self.llm)
-                flow.observe(time.perf_counter() - began - flow.step.draft_s)
-        finally:
-            engine.abort_request(list(flow.rows), internal=True)  # those that have not ended
-            flow.rows = {}
-            flow.batch = StepBatch([])
-            flow.logprobs = None
-        for i, row in enumerate(rows):
-            if row.finish is not None or not stop():
-                check_same(i, row, outputs.get(i))
-        return flow.stats
-
-
-@dataclass(kw_only=True)
-class DeviceFlow:
+class Flow:
     """Generates each response with one request.
 
     Args:
-        llm: vLLM, with `DraftScheduler` and the keyed sampler.
-        lengths: decides how much each row drafts. Its source is `texts`, `model` (rollout.drafter), or vLLM's name of a
-            speculator.
+        llm: vLLM, whose scheduler and workers serve `drafts`.
+        logprobs: vLLM returns log-probs; else a worker in this process hands them over.
     """
 
     llm: LLM
-    lengths: DraftLengths
+    drafts: PlannedDrafts | DraftLengths
+    logprobs: bool = True
 
     def __post_init__(self) -> None:
-        self.llm.collective_rpc("specrl_install_device", args=(self.lengths.source == "texts",))
         core: Any = self.llm.llm_engine.engine_core  # in process
         self._scheduler = core.engine_core.scheduler
-        self._scheduler.draft_lengths = self.lengths
+        self._scheduler.drafts = self.drafts
 
     def run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool], weight_version: int) -> EngineStats:
         """Finishes every row, unless `stop` says before a step that this is enough."""
-        stats = self.lengths.stats = EngineStats()
         engine = self.llm.llm_engine
         outputs: dict[int, CompletionOutput] = {}
-        self.lengths.budget.renew()
-        names = []
+        names: list[str] = []
+        self.drafts.begin(weight_version)
         try:
             for i, row in enumerate(rows):
                 names.append(self._submit(str(i), row))
-            self.lengths.began = time.perf_counter()
             while engine.has_unfinished_requests() and not stop():
                 outputs |= step(self.llm)
             for i, (name, row) in enumerate(zip(names, rows, strict=True)):
-                if output := outputs.get(i):
-                    _fill(row, output, self.lengths.requests[name].emitted, weight_version)
-                    check_same(i, row, output)
-                elif stop():
-                    row.tokens = list(self._scheduler.requests[name].output_token_ids)
-                else:
-                    check_same(i, row, None)
+                if isinstance(self.drafts, DraftLengths):
+                    output = outputs.get(i)
+                    if output:
+                        _fill(row, output, self.drafts.requests[name].emitted, weight_version)
+                    else:
+                        row.tokens = list(self._scheduler.requests[name].output_token_ids)
+                if i in outputs or not stop():
+                    check_same(i, row, outputs.get(i))
         finally:
             engine.abort_request(names, internal=True)  # those that have not ended
-            self.lengths.requests.clear()
-        return stats
+            self.drafts.forget()
+        return self.drafts.stats
 
     def _submit(self, name: str, row: VLLMRow) -> str:
-        """Hands a request to vLLM; returns vLLM's own id of it."""
+        """Hands a row to vLLM as a request; returns vLLM's own id of it."""
         texts: list[str] = []
-        from_texts = self.lengths.source == "texts"
-        if row.drafting and from_texts:
+        if isinstance(self.drafts, DraftLengths) and self.drafts.source == "texts" and row.drafting:
             texts = texts_of(row.request)
-        name = submit(
-            self.llm,
-            name,
-            row,
+        sampling_params = VLLMSamplingParams(
             temperature=row.sampling.temperature,
             top_k=row.sampling.top_k,
             top_p=row.sampling.top_p,
             extra_args=keyed_args(row.request) | {TEXTS: texts},
-            logprobs=0,
+            logprobs=0 if self.logprobs else None,
             flat_logprobs=True,
+            max_tokens=row.request.max_new_tokens,
+            stop_token_ids=[*row.sampling.eos_ids, *row.request.stop_ids],
+            ignore_eos=True,  # the model's own; the run's are above
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # nobody else uses this object
         )
-        self.lengths.admit(name, bool(texts) if from_texts else row.drafting)
+        name = self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(row.request.prompt)}, sampling_params)
+        if isinstance(self.drafts, PlannedDrafts):
+            self.drafts.admit(name, row)
+        else:
+            self.drafts.admit(name, bool(texts) if self.drafts.source == "texts" else row.drafting)
         return name
 
 
@@ -157,20 +118,6 @@ def texts_of(request: Request) -> list[str]:
     if isinstance(drafter, SuffixDrafter):
         texts += map(tuple, drafter.texts.texts[: drafter.texts.stored])
     return [pack_text(text) for text in list(dict.fromkeys(texts))[:MOST_TEXTS] if text]
-
-
-def submit(llm: LLM, name: str, row: VLLMRow, **params: Any) -> str:
-    """Hands a row to vLLM as a request; returns vLLM's own id of it. Args: params: of vLLM's SamplingParams."""
-    sampling_params = VLLMSamplingParams(
-        max_tokens=row.request.max_new_tokens,
-        stop_token_ids=[*row.sampling.eos_ids, *row.request.stop_ids],
-        ignore_eos=True,  # the model's own; the run's are above
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # nobody else uses this object
-        **params,
-    )
-    return llm.llm_engine.add_request(name, {"prompt_token_ids": list(row.request.prompt)}, sampling_params)
 
 
 def step(llm: LLM) -> dict[int, CompletionOutput]:

@@ -34,16 +34,15 @@ from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import Engine, EngineSpec, Probe, SamplingParams
 from specrl.rollout.engines.local.sampler import rows_per_chunk
 from specrl.rollout.engines.response import check_request
-from specrl.rollout.engines.vllm.batch import VLLMRow
 from specrl.rollout.engines.vllm.contract import check as check_names
 from specrl.rollout.engines.vllm.draft_ids import DraftIds
-from specrl.rollout.engines.vllm.driver import DeviceFlow, HostFlow
-from specrl.rollout.engines.vllm.flow import Flow
+from specrl.rollout.engines.vllm.driver import Flow
 from specrl.rollout.engines.vllm.logits import logits_budget
-from specrl.rollout.engines.vllm.planned import PlannedAdapter
+from specrl.rollout.engines.vllm.planned import PlannedDrafts
+from specrl.rollout.engines.vllm.planned_model import ModelDrafts
+from specrl.rollout.engines.vllm.row import VLLMRow
 from specrl.rollout.engines.vllm.scheduler import DraftLengths
 from specrl.rollout.engines.vllm.settings import choose_runner, draft_tokens, executor, settings, speculation
-from specrl.rollout.engines.vllm.v1 import V1Adapter
 from specrl.rollout.engines.vllm.weights import Updates, described, drafter_share
 from specrl.rollout.engines.vllm.worker import TRANSFER
 from specrl.rollout.engines.weights import WeightCheck
@@ -197,28 +196,29 @@ class VLLMEngine:
             "the size of its attention heads, try rollout.engine=transformers"
         )
 
-    def _build_flow(self, drafter_share: float) -> HostFlow | DeviceFlow:
+    def _build_flow(self, drafter_share: float) -> Flow:
         config = self.spec.rollout
         dtype = getattr(torch, self.spec.dtype)
         budget = logits_budget(self.vocab, config.logits_mb, dtype, config.tokens_per_pass)
         if config.vllm.on_device:
+            source = "model" if config.drafter else config.vllm.speculator.partition("=")[0]
+            self._llm.collective_rpc("specrl_install_device", args=(source == "texts",))
             lengths = DraftLengths(
-                source="model" if config.drafter else config.vllm.speculator.partition("=")[0],
-                drafting=self.drafting,
-                draft_tokens=draft_tokens(config),
-                budget=budget,
+                source=source, drafting=self.drafting, draft_tokens=draft_tokens(config), budget=budget
             )
-            return DeviceFlow(llm=self._llm, lengths=lengths)
-        flow = Flow(
-            rule=self.rule,
-            drafting=self.drafting,
-            draft_tokens=config.vllm.draft_tokens,
-            budget=budget,
-        )
-        if self.runner == "v2":
-            return HostFlow(llm=self._llm, adapter=PlannedAdapter(flow=flow, drafter_share=drafter_share))
-        chunk = rows_per_chunk(self.vocab, config.logits_mb)
-        return HostFlow(llm=self._llm, adapter=V1Adapter(flow=flow, chunk=chunk))
+            return Flow(llm=self._llm, drafts=lengths)
+        shared: dict[str, Any] = {
+            "drafting": self.drafting,
+            "draft_tokens": config.vllm.draft_tokens,
+            "budget": budget,
+        }
+        model = ModelDrafts(share=drafter_share, **shared) if drafter_share else None
+        drafts = PlannedDrafts(rule=self.rule, model=model, **shared)
+        if self.runner == "v1":
+            self._llm.collective_rpc("specrl_install_v1", args=(drafts, rows_per_chunk(self.vocab, config.logits_mb)))
+        else:
+            self._llm.collective_rpc("specrl_install_v2", args=(model is not None, self.drafting.redraws))
+        return Flow(llm=self._llm, drafts=drafts, logprobs=self.runner == "v2")
 
     def _calibrate(self) -> None:
         """Times passes of few and of many tokens for the budget: the best of three, after a warm-up."""

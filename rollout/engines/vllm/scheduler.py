@@ -1,6 +1,6 @@
-"""vLLM's schedulers: the synchronous one takes the tokens of a step at once, the asynchronous one varies draft lengths.
+"""vLLM's asynchronous scheduler, with a draft length for each request.
 
-The latter plans a step before the last one's tokens are known, so the acceptance that it plans with is a step old.
+It plans a step before the last one's tokens are known, so the acceptance that it plans with is a step old.
 Draft tokens are placeholders to it: what they are is known on the device only.
 """
 
@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.sched.utils import check_stop
 
 from specrl.rollout.drafting.budget import AcceptanceBucket, State
 from specrl.rollout.drafting.drafting import Drafting
@@ -63,6 +61,16 @@ class DraftLengths:
     """It verifies drafts."""
     decodes: bool = False
     """A request of it has tokens already."""
+
+    def begin(self, weight_version: int = 0) -> None:
+        """A rollout begins, or a server's work after a pause."""
+        self.stats = EngineStats()
+        self.budget.renew()
+        self.began = time.perf_counter()
+
+    def forget(self) -> None:
+        """No request is left."""
+        self.requests.clear()
 
     def admit(self, name: str, drafts: bool) -> None:
         """Request `name` takes part. Args: drafts: it may have some."""
@@ -116,49 +124,38 @@ class DraftLengths:
         self.decodes = False
 
 
-class HostScheduler(Scheduler):
-    """For flows that emit nothing after a response's end: of a step's tokens only the last can be the end.
-
-    vLLM's own scheduler checks each of them, which takes longer than this package's hooks.
-    """
-
-    def _update_request_with_output(self, request, new_token_ids, is_stale=False):
-        request.append_output_token_ids(new_token_ids)
-        return new_token_ids, check_stop(request, self.max_model_len)
-
-
 class DraftScheduler(AsyncScheduler):
-    """Named as vLLM's `scheduler_cls`; does as its parent does until `draft_lengths` is set."""
+    """Named as vLLM's `scheduler_cls`; does as its parent does until `drafts` is set."""
 
-    draft_lengths: DraftLengths | None = None
+    drafts: DraftLengths | None = None
 
     def _update_after_schedule(self, scheduler_output) -> None:
         super()._update_after_schedule(scheduler_output)
-        if self.draft_lengths is None:
+        if self.drafts is None:
             return
         scheduled = [self.requests[name] for name in scheduler_output.num_scheduled_tokens]
         drafting = [request for request in scheduled if request.spec_token_ids]
-        lengths = self.draft_lengths.lengths(request.request_id for request in drafting)
+        lengths = self.drafts.lengths(request.request_id for request in drafting)
         set_lengths(drafting, lengths)
         # Plain rows, which speed is compared with, do not pay for a draft model. For others it reads what is emitted.
-        least = int(any(self.draft_lengths.may_draft(request.request_id) for request in scheduled))
+        least = int(any(self.drafts.may_draft(request.request_id) for request in scheduled))
         scheduler_output.num_spec_tokens_to_schedule = max(lengths.values(), default=0) or least
 
     def _update_request_with_output(self, request, new_token_ids, is_stale=False):
-        if self.draft_lengths is not None:
-            self.draft_lengths.observe_tokens(request.request_id, len(new_token_ids))
+        if self.drafts is not None:
+            self.drafts.observe_tokens(request.request_id, len(new_token_ids))
         return super()._update_request_with_output(request, new_token_ids, is_stale)
 
     def make_spec_decoding_stats(self, spec_decoding_stats, *args, **counts):
-        if self.draft_lengths is not None:
+        if self.drafts is not None:
             drafted, accepted = counts["num_draft_tokens"], counts["num_accepted_tokens"]
-            self.draft_lengths.observe_draft(counts["request_id"], drafted, accepted)
+            self.drafts.observe_draft(counts["request_id"], drafted, accepted)
         return super().make_spec_decoding_stats(spec_decoding_stats, *args, **counts)
 
     def update_from_output(self, scheduler_output, model_runner_output):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self.draft_lengths is not None and scheduler_output.total_num_scheduled_tokens:
-            self.draft_lengths.observe_step(scheduler_output.total_num_scheduled_tokens)
+        if self.drafts is not None and scheduler_output.total_num_scheduled_tokens:
+            self.drafts.observe_step(scheduler_output.total_num_scheduled_tokens)
         return outputs
 
 

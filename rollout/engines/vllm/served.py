@@ -1,8 +1,8 @@
 """Keyed requests in somebody else's vLLM server: exact reuse for trainers that own their engines.
 
 A server that is started with `ENGINE_ARGS` samples a request whose `extra_args` hold a KeyedRequest with this package's
-noise, and drafts from the texts that it brought; vLLM itself samples all others. served_v1.py and served_v2.py do this
-for vLLM's two model runners. A keyed request that cannot be served is refused alone.
+noise, and drafts from the texts that it brought; vLLM itself samples all others. planned_served.py does this for vLLM's
+Model Runner V1, device_served.py for V2. A keyed request that cannot be served is refused alone.
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.outputs import ModelRunnerOutput
 
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import free_bytes
@@ -39,21 +36,21 @@ _HERE = "specrl.rollout.engines.vllm"
 ENGINE_ARGS = {
     "v2": {
         "speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 32},
-        "worker_cls": f"{_HERE}.served_v2.KeyedWorker",
-        "scheduler_cls": f"{_HERE}.served_v2.KeyedScheduler",
+        "worker_cls": f"{_HERE}.device_served.KeyedWorker",
+        "scheduler_cls": f"{_HERE}.device_served.KeyedScheduler",
     },
     "v1": {
         "speculative_config": {
             "method": "custom_class",
-            "model": f"{_HERE}.served_v1.KeyedDrafter",
+            "model": f"{_HERE}.planned_served.ServedDrafter",
             "num_speculative_tokens": 32,
         },
-        "scheduler_cls": f"{_HERE}.served.ServedScheduler",
+        "scheduler_cls": f"{_HERE}.planned_served.ServedScheduler",
     },
 }
 """Arguments of a server's engine, by vLLM's model runner: V2 with Triton and vLLM 0.32, else V1.
 
-The number bounds a row's draft in one step, up to 127. The engine's core imports this module by `scheduler_cls`.
+The number bounds a row's draft in one step, up to 127. The engine's core imports this module with the scheduler's.
 """
 _V1_SERVES = {
     *("n", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens"),
@@ -112,23 +109,6 @@ def logits_budget(config: VllmConfig) -> LogitsBudget:
 
     step = config.scheduler_config.max_num_batched_tokens
     return LogitsBudget(measure(), measure, step, OF_CPU_SERVER if cpu else OF_SERVER)
-
-
-class ServedScheduler(Scheduler):
-    """vLLM's own, which ends a request alone, with finish reason `error`, where a worker had no token for it.
-
-    Its import brings this module into the engine's core.
-    """
-
-    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput):
-        sampled = model_runner_output.sampled_token_ids
-        for name, i in model_runner_output.req_id_to_index.items() if sampled else ():
-            request = self.requests.get(name)
-            complete = request is not None and request.num_computed_tokens >= request.num_tokens  # its prompt is read
-            if complete and sampled[i] in ([], [-1]):
-                sampled[i] = []
-                self.grammar_compile_error_reqs.add(name)  # vLLM ends these with an error
-        return super().update_from_output(scheduler_output, model_runner_output)
 
 
 class BadRequest(RolloutError, VLLMValidationError):

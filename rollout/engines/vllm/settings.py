@@ -12,7 +12,7 @@ from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import EngineSpec, SamplingParams
 from specrl.rollout.engines.local.head import is_head
 from specrl.rollout.engines.vllm.contract import differs
-from specrl.rollout.engines.vllm.planned_worker import MODEL_TOKENS
+from specrl.rollout.engines.vllm.planned_v2 import MODEL_TOKENS
 from specrl.rollout.types import RolloutError
 
 CPU_KV_MB = 512
@@ -124,8 +124,8 @@ def speculation(spec: EngineSpec, runner: str) -> dict:
     vllm, drafter = spec.rollout.vllm, spec.rollout.drafter
     drafts: dict = {"num_speculative_tokens": draft_tokens(spec.rollout)}
     if runner == "v1":
-        drafts |= {"method": "custom_class", "model": f"{_HOOKS}.v1.RequestDrafter"}
-        return {"speculative_config": drafts, "scheduler_cls": f"{_HOOKS}.scheduler.HostScheduler"}
+        drafts |= {"method": "custom_class", "model": f"{_HOOKS}.planned_v1.KeyedDrafter"}
+        return {"speculative_config": drafts, "scheduler_cls": f"{_HOOKS}.planned.PlannedScheduler"}
     if drafter:
         name = "eagle" if is_head(drafter) else "draft_model"
         model = drafter

@@ -22,11 +22,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from specrl.rollout.engines.base import DRAFTER
 from specrl.rollout.engines.vllm.device import DeviceTexts
 from specrl.rollout.engines.vllm.draft_ids import draft_from
-from specrl.rollout.engines.vllm.planned_worker import install_planned
+from specrl.rollout.engines.vllm.planned_v2 import install_planned
 from specrl.rollout.engines.vllm.sampler import RolloutVerifier, install, propose_as_planned, share_noise
 
 if TYPE_CHECKING:
-    from specrl.rollout.engines.vllm.v1 import V1Adapter
+    from specrl.rollout.engines.vllm.planned import PlannedDrafts
 
 TRANSFER = "specrl"
 
@@ -38,11 +38,11 @@ class WorkerExtension:
     weight_transfer_engine: Any
     get_draft_model: Any
 
-    def specrl_install_adapter(self, adapter: V1Adapter) -> None:
-        """In-process only: the adapter's flow samples and drafts from now on."""
-        adapter.install_in(self.model_runner)
+    def specrl_install_v1(self, drafts: PlannedDrafts, chunk: int) -> None:
+        """See KeyedDrafter.serve; in process only."""
+        self.model_runner.drafter.serve(drafts, chunk, self.model_runner.model)
 
-    def specrl_install_planned(self, with_model: bool, redraws: bool) -> None:
+    def specrl_install_v2(self, with_model: bool, redraws: bool) -> None:
         """Requests are sampled by their keys; drafts come with the scheduler's plan."""
         install_planned(self.model_runner, with_model, redraws)
         if with_model:

@@ -20,7 +20,7 @@ from benchmarks.research import vllm_head
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import Head
-from specrl.rollout.engines.vllm import draft_ids, planned, planned_worker, sampler, worker
+from specrl.rollout.engines.vllm import draft_ids, planned_model, planned_v2, sampler, worker
 from specrl.rollout.engines.vllm.weights import described, drafter_share
 from specrl.rollout.engines.weights import WeightCheck
 from specrl.rollout.types import RolloutError
@@ -127,8 +127,8 @@ def test_it_drafts_beside_texts_and_runs_as_often_as_rows_can_use_its_tokens(cas
             counts[plain] = [*asked]
         assert counts[True] == []
         assert max(counts[False]) > 1
-        most = planned_worker.MODEL_TOKENS
-        monkeypatch.setattr(planned.PlannedAdapter, "model_proposes", lambda adapter, plan: most)
+        most = planned_v2.MODEL_TOKENS
+        monkeypatch.setattr(planned_model.ModelDrafts, "proposes", lambda model, rows: most)
         asked.clear()
         engine.generate([replace(request, plain=True) for request in requests_of(cases)])
         assert {*asked} == {most}, "control"
@@ -237,7 +237,7 @@ def test_the_counts_of_the_ablation_run_to_their_end(tmp_path, monkeypatch, caps
     for module, replaced in (
         (time, "perf_counter"),
         (Scheduler, "update_from_output"),
-        (planned_worker, "propose_with_model"),
+        (planned_v2, "propose_with_model"),
     ):
         monkeypatch.setattr(module, replaced, getattr(module, replaced))  # what the script replaces is put back
     config = vllm_head.VLLMHeadConfig(drafter=str(tmp_path / "head"), rows=[2], tokens=4, out=str(tmp_path / "out"))

@@ -9,7 +9,7 @@ import pytest
 
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
-from specrl.rollout.engines.vllm import planned, planned_worker, sampler
+from specrl.rollout.engines.vllm import planned, planned_model, planned_v2, sampler
 from specrl.rollout.types import Request, RolloutError
 from specrl.trainers.weights import PolicyWeights
 from tests.rollout.engines.vllm.device_cases import (
@@ -120,13 +120,13 @@ def test_rows_draft_what_two_ranks_sampled_after_a_rejected_token(engine_of, som
     assert in_process["redraw"][1] > 0
     engine = engine_of()
     assert drafted(engine, cases, want) == in_process
-    propose = planned.PlannedAdapter.propose
+    propose = planned.PlannedDrafts.propose
 
-    def late(adapter, by_workers):
+    def late(drafts, by_workers):
         redraws = {name: tokens[1:] for name, tokens in by_workers.redraws.items()}
-        return propose(adapter, replace(by_workers, redraws=redraws))
+        return propose(drafts, replace(by_workers, redraws=redraws))
 
-    monkeypatch.setattr(planned.PlannedAdapter, "propose", late)
+    monkeypatch.setattr(planned.PlannedDrafts, "propose", late)
     assert drafted(engine, cases, want) != in_process, "the planted fault is seen: tokens of the next position"
 
 
@@ -171,18 +171,18 @@ def test_a_model_proposes_the_tokens_that_save_more_than_its_passes_cost():
     """At p = 1/2 a step with 1, 2, 3 or 4 tokens emits 1.5, 1.75, 1.875 or 1.9375."""
     row = (1.0, 0.5, 8)
     prices = (0.2, 0.15, 0.05, 0.025)  # 1.75 / 1.5 = 1.17, (1.875 / 1.75 - 1) = 0.071, (1.9375 / 1.875 - 1) = 0.033
-    assert [planned.worth_proposing([row] * 2, price) for price in prices] == [1, 2, 3, 4]
+    assert [planned_model.worth_proposing([row] * 2, price) for price in prices] == [1, 2, 3, 4]
     by_text = (4.0, 0.5, 8)
-    assert planned.worth_proposing([by_text], 0.01) == 1, "no row gains"
-    assert planned.worth_proposing([by_text, row], 0.15) == 1, "one of two rows gains, and both pay"
-    assert planned.worth_proposing([(1.0, 0.0, 0)], 0.01) == 1, "a row that does not draft"
-    assert planned.worth_proposing([], 0.1) == 1, "no row"
+    assert planned_model.worth_proposing([by_text], 0.01) == 1, "no row gains"
+    assert planned_model.worth_proposing([by_text, row], 0.15) == 1, "one of two rows gains, and both pay"
+    assert planned_model.worth_proposing([(1.0, 0.0, 0)], 0.01) == 1, "a row that does not draft"
+    assert planned_model.worth_proposing([], 0.1) == 1, "no row"
 
 
 def test_the_model_makes_the_passes_that_are_planned(engine_of, some, drafters, draft_passes, monkeypatch):
     engine = engine_of(parallel=1, drafter=drafters(0.05), draft_tokens=24, window=0)
     check_draft_passes(engine, *some(), draft_passes)
-    monkeypatch.setattr(planned.PlannedAdapter, "model_proposes", lambda adapter, plan: 24)
+    monkeypatch.setattr(planned_model.ModelDrafts, "proposes", lambda model, rows: 24)
     with pytest.raises(AssertionError):  # the planted fault is seen: all tokens that vLLM was configured with
         check_draft_passes(engine, *some(), draft_passes)
 
@@ -203,7 +203,7 @@ def test_planted_faults_are_found(engine_of, some, drafters, monkeypatch, fault)
     cases, want = some()
     engine = never_right(engine_of, drafters)
     if fault == "plan":  # a worker that ignores the drafts of the plan accepts none of them
-        monkeypatch.setattr(planned_worker, "take_drafts", lambda states, drafts: None)
+        monkeypatch.setattr(planned_v2, "take_drafts", lambda states, drafts: None)
         _, stats = engine.generate(requests_of(cases, [Script(t) for t, _, _ in want]))
         assert stats.accepted < stats.drafted / 4
     else:

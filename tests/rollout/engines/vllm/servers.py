@@ -18,7 +18,7 @@ class Served:
         self.llm, self.model, self.steps = llm, model, 0
         self.core = llm.llm_engine.engine_core.engine_core
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
-        self.flow = self.runner.drafter.flow if RUNNER == "v1" else self.core.scheduler.draft_lengths
+        self.flow = self.core.scheduler.drafts
         self.flow.drafting.budget.window = 8  # independent of the costs of passes
 
     def ask(self, requests: list[Request], texts=None, keyed: bool = True, **params) -> list:

@@ -7,8 +7,6 @@ params, so any are served.
 
 from __future__ import annotations
 
-import time
-
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
@@ -40,13 +38,13 @@ class KeyedWorker(resolve_obj_by_qualname(f"vllm.v1.worker.{_WORKER}")):  # type
 class KeyedScheduler(DraftScheduler):
     """Only keyed requests with texts have drafts, as long as the acceptance of earlier ones justifies."""
 
-    draft_lengths: DraftLengths
+    drafts: DraftLengths
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         config = self.vllm_config
         refuse_other_settings(config)
-        self.draft_lengths = DraftLengths(
+        self.drafts = DraftLengths(
             source="texts",
             drafting=Drafting(Budget(padded=False)),
             draft_tokens=config.num_speculative_tokens,
@@ -56,19 +54,18 @@ class KeyedScheduler(DraftScheduler):
     def add_request(self, request) -> None:
         extra = extra_args_of(request)
         if KEY in extra:
-            if not self.draft_lengths.requests:  # the server was idle: weights may have changed
-                self.draft_lengths.drafting.budget.next_rollout()
-                self.draft_lengths.budget.renew()
-                self.draft_lengths.began = time.perf_counter()
+            if not self.drafts.requests:  # the server was idle: weights may have changed
+                self.drafts.drafting.budget.next_rollout()
+                self.drafts.begin()
             # grammars need the tokens of drafts on the host
-            drafts = bool(extra.get(TEXTS)) and not extra.get(PLAIN) and not request.use_structured_output
-            self.draft_lengths.admit(request.request_id, drafts)
+            may_draft = bool(extra.get(TEXTS)) and not extra.get(PLAIN) and not request.use_structured_output
+            self.drafts.admit(request.request_id, may_draft)
         super().add_request(request)
 
     def update_from_output(self, scheduler_output, model_runner_output):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for ended in self.draft_lengths.requests.keys() - self.requests.keys():
-            del self.draft_lengths.requests[ended]
+        for ended in self.drafts.requests.keys() - self.requests.keys():
+            del self.drafts.requests[ended]
         return outputs
 
 
@@ -87,6 +84,6 @@ def refuse_other_settings(config) -> None:
     if any(wrong.values()):
         raise RolloutError(
             f"this vLLM server runs with {', '.join(name for name in wrong if wrong[name])}, by which "
-            "specrl.rollout.engines.vllm.served_v2 cannot serve keyed requests; start it with ENGINE_ARGS['v2'] of "
+            "specrl.rollout.engines.vllm.device_served cannot serve keyed requests; start it with ENGINE_ARGS['v2'] of "
             "specrl.rollout.engines.vllm.served, or with its ENGINE_ARGS['v1']"
         )
