@@ -32,11 +32,11 @@ from specrl.rollout.drafting.contexts import ContextTable
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.vllm import planned_v1
+from specrl.rollout.engines.vllm.device_scheduler import DraftLengths, set_lengths
 from specrl.rollout.engines.vllm.logits import LogitsBudget
 from specrl.rollout.engines.vllm.planned import PlannedDrafts
 from specrl.rollout.engines.vllm.planned_v2 import WorkerDrafts
 from specrl.rollout.engines.vllm.row import VLLMRow
-from specrl.rollout.engines.vllm.scheduler import DraftLengths, set_lengths
 from specrl.rollout.engines.vllm.wire import keyed_args
 from specrl.rollout.sections import doc
 from specrl.rollout.verify import accept_exact

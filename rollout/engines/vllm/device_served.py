@@ -14,8 +14,8 @@ from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.vllm.contract import check
 from specrl.rollout.engines.vllm.device import DeviceTexts
+from specrl.rollout.engines.vllm.device_scheduler import DraftLengths, DraftScheduler
 from specrl.rollout.engines.vllm.sampler import install, propose_as_planned
-from specrl.rollout.engines.vllm.scheduler import DraftLengths, DraftScheduler
 from specrl.rollout.engines.vllm.served import ENGINE_ARGS, logits_budget
 from specrl.rollout.engines.vllm.wire import KEY, PLAIN, TEXTS, extra_args_of
 from specrl.rollout.types import RolloutError

@@ -22,9 +22,9 @@ from specrl.rollout.drafting.draft import ask
 from specrl.rollout.drafting.suffix import SuffixDrafter
 from specrl.rollout.engines.response import refuse_unusable
 from specrl.rollout.engines.vllm.device import MOST_TEXTS
+from specrl.rollout.engines.vllm.device_scheduler import DraftLengths
 from specrl.rollout.engines.vllm.planned import PlannedDrafts
 from specrl.rollout.engines.vllm.row import BUG, VLLMRow
-from specrl.rollout.engines.vllm.scheduler import DraftLengths
 from specrl.rollout.engines.vllm.wire import TEXTS, keyed_args, pack_text
 from specrl.rollout.types import EngineStats, Request, RolloutError
 from specrl.rollout.verify import Accepted

@@ -35,13 +35,13 @@ from specrl.rollout.engines.base import Engine, EngineSpec, Probe, SamplingParam
 from specrl.rollout.engines.local.sampler import rows_per_chunk
 from specrl.rollout.engines.response import check_request
 from specrl.rollout.engines.vllm.contract import check as check_names
+from specrl.rollout.engines.vllm.device_scheduler import DraftLengths
 from specrl.rollout.engines.vllm.draft_ids import DraftIds
 from specrl.rollout.engines.vllm.driver import Flow
 from specrl.rollout.engines.vllm.logits import logits_budget
 from specrl.rollout.engines.vllm.planned import PlannedDrafts
 from specrl.rollout.engines.vllm.planned_model import ModelDrafts
 from specrl.rollout.engines.vllm.row import VLLMRow
-from specrl.rollout.engines.vllm.scheduler import DraftLengths
 from specrl.rollout.engines.vllm.settings import choose_runner, draft_tokens, executor, settings, speculation
 from specrl.rollout.engines.vllm.weights import Updates, described, drafter_share
 from specrl.rollout.engines.vllm.worker import TRANSFER

@@ -134,7 +134,7 @@ def speculation(spec: EngineSpec, runner: str) -> dict:
     drafts["method"] = "ngram_gpu" if name == "texts" else name  # needs no model; DeviceTexts replaces it
     if model:
         drafts["model"] = model
-    scheduler = "scheduler.DraftScheduler" if spec.rollout.vllm.on_device else "planned.PlannedScheduler"
+    scheduler = "device_scheduler.DraftScheduler" if spec.rollout.vllm.on_device else "planned.PlannedScheduler"
     return {
         "speculative_config": drafts,
         "async_scheduling": bool(spec.rollout.vllm.on_device),

@@ -71,10 +71,15 @@ def _head(directory: str, policy: PreTrainedModel) -> Head:
 class Updates:
     """The weights of one LLM: their version, how new ones reach it, and whether they are in memory.
 
-    Asleep, vLLM keeps nothing (level 2) where the last update came from a Source: the next one takes back memory for
-    the weights, loads them, then takes back memory for KV. Before a rollout without an update the same Source is walked
-    again, and the probe checked. Where weights came otherwise, or a draft model's did not come, sleep keeps them
-    (level 1).
+    | the weights are | since | a rollout or score first |
+    |---|---|---|
+    | on the GPU | the start, an update, a waking | - |
+    | on the host | a sleep at level 1: no Source brought all of them, the draft model's included | takes back both |
+    | dropped | a sleep at level 2: their Source can be walked again | updates from that Source, with its probe |
+    | dropped, without a Source | an update that failed | is refused |
+
+    Asleep, vLLM has given back the GPU's memory for weights and for KV ("both"). An update takes back that for the
+    weights, loads them, and takes back that for KV, whatever the state.
 
     Args:
         llm: vLLM, awake, with weights of version 0.
@@ -106,7 +111,9 @@ class Updates:
         self._draft_model = any(llm.collective_rpc(has_draft_model))
         self._source: tuple[Source, Probe | None] | None = None
         self._asleep: set[str] = set()
+        """What is not in the GPU's memory, of WEIGHTS and KV."""
         self._dropped = False
+        """The weights, by a sleep at level 2."""
         llm.init_weight_transfer_engine({"init_info": {}})
 
     def update(self, weights: Iterable[tuple[str, Tensor]] | None, version: int, probe: Probe | None) -> None:

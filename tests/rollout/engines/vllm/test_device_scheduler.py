@@ -28,8 +28,8 @@ def test_a_plain_request_to_a_server_on_runner_v2_has_no_drafts(monkeypatch, pla
 def test_a_step_that_only_reads_prompts_is_no_decoding():
     """However many requests wait: 200 prompt tokens of two of 256 requests are no decoding, one row that goes on is."""
     from specrl.rollout.drafting.drafting import Drafting
+    from specrl.rollout.engines.vllm.device_scheduler import DraftLengths
     from specrl.rollout.engines.vllm.logits import LogitsBudget
-    from specrl.rollout.engines.vllm.scheduler import DraftLengths
 
     lengths = DraftLengths(source="texts", drafting=Drafting(), draft_tokens=8, budget=LogitsBudget(1000))
     for i in range(256):
