@@ -247,7 +247,7 @@ def test_grpo_trains_on_text_that_the_draft_wrote(correction, draft, tmp_path):
         rollout__routed__threshold=4.0,
         rollout__routed__separators="[' ', ',', '=', ':']",
         trainer__correction=correction,
-        **runs.SHORT | {"trainer__epochs": 1},
+        trainer__epochs=1,
     )
     first = record.steps[0].metrics
     assert 0 < record.steps[0].reuse < 1
