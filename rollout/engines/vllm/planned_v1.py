@@ -117,7 +117,7 @@ class KeyedDrafter:
             output.logprobs_tensors = self._logprobs(runner, allowed, counts, output.sampled_token_ids, most)
         if others := [i for i, name in enumerate(names) if self._states[name] is None]:
             # last, as vLLM changes the logits in place
-            _copy_rows(_vllm_sample(runner, logits, metadata), output, others)
+            _copy_rows(sample_by_vllm(runner, logits, metadata), output, others)
         return output
 
     def _verified(self, runner: Any, counts: Sequence[int], tokens: Sequence[int]) -> list[Verified]:
@@ -297,15 +297,15 @@ def _copy_rows(source: SamplerOutput, target: SamplerOutput, rows: list[int]) ->
             ours[positions] = theirs[positions]
 
 
-_vllm_sample = GPUModelRunner._sample
+sample_by_vllm = GPUModelRunner._sample
 
 
-@wraps(_vllm_sample)
+@wraps(sample_by_vllm)
 def _sample(runner: Any, logits: Tensor, metadata: Any) -> SamplerOutput:
     """Runners whose drafter samples call it; all others do as before."""
     drafter = getattr(runner, "drafter", None)
     if not isinstance(drafter, KeyedDrafter):
-        return _vllm_sample(runner, logits, metadata)
+        return sample_by_vllm(runner, logits, metadata)
     # Drafts end before the row's cap, so they always fit. vLLM's own check would answer a row near the end of the
     # context with made-up drafts for the whole batch.
     runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens

@@ -127,7 +127,7 @@ def test_every_row_gets_the_samples_of_its_positions(monkeypatch, sampling, chun
     width = 1 + max(len(draft) + pad for draft, pad in zip(drafts, pads, strict=True))
     theirs = torch.full((len(rows), width), 7, dtype=torch.int32)
     monkeypatch.setattr(
-        planned_v1, "_vllm_sample", lambda *_: SamplerOutput(sampled_token_ids=theirs, logprobs_tensors=None)
+        planned_v1, "sample_by_vllm", lambda *_: SamplerOutput(sampled_token_ids=theirs, logprobs_tensors=None)
     )
     runner, metadata, logits = step(rows, drafts, pads, unfinished={"late", "r6"})
     before = {name: len(row.tokens) for name, row in ours.items()}
