@@ -118,7 +118,7 @@ def wrong_rows(receipts: Sequence[Receipt], examples: Mapping[str, Example], con
 
 
 def weights(folder: Path, config: Config) -> dict[int, str]:
-    """The model of each step that has one: the initial one, and those of complete checkpoints. PPO's hold no model."""
+    """The model of each step that has one: the initial one, and those of complete checkpoints."""
     from specrl.run import policy
     from specrl.trainers.checkpoint import completed
 

@@ -126,7 +126,7 @@ class PolicyWeights:
             for name, weight in base.named_parameters():
                 owner, _, leaf = name.rpartition(".")
                 parent, _, role = owner.rpartition(".")
-                if any(part.startswith(("lora_", "modules_to_save")) for part in name.split(".")):
+                if any(part.startswith(("lora_", "modules_to_save", "critic")) for part in name.split(".")):
                     continue
                 layer = None
                 if role == "base_layer":

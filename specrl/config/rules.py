@@ -175,6 +175,8 @@ def _batch_rules(c: Config) -> Iterator[str]:
     per_pass = c.trainer.rows_per_pass
     rows = c.trainer.prompts_per_step * c.rollout.group_size
     total = f"<trainer.prompts_per_step> with <rollout.group_size> gives {rows} rows"
+    if rows == 1:
+        yield "<trainer.prompts_per_step> with <rollout.group_size> gives 1 row; TRL needs 2. Try rollout.group_size=2."
     if rows % parts:
         near = max(n for n in range(1, parts) if rows % n == 0)
         yield f"{total}, not divisible by <trainer.minibatches>. Try trainer.minibatches={near}."

@@ -13,10 +13,9 @@ from specrl.trainers.cotraining.trainer import DrafterTrainer, TrainDrafter
 
 if TYPE_CHECKING:
     from specrl.trainers.grpo.trainer import GRPOTrainerWithReuse
-    from specrl.trainers.ppo.trainer import PPOTrainer
 
 
-def train_drafter(config: Config, trainer: GRPOTrainerWithReuse | PPOTrainer) -> None:
+def train_drafter(config: Config, trainer: GRPOTrainerWithReuse) -> None:
     """Trains `rollout.drafter` next to the policy.
 
     The transformers engine drafts with the very model that is trained. Any other engine drafts with a copy, whose

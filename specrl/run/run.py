@@ -31,9 +31,6 @@ from specrl.trainers.setup import Score, Setup
 
 if TYPE_CHECKING:
     from specrl.trainers.grpo.trainer import GRPOTrainerWithReuse
-    from specrl.trainers.ppo.trainer import PPOTrainer
-
-    Trainer = GRPOTrainerWithReuse | PPOTrainer
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Run:
     """The run's directory."""
     checkpoint: Checkpoint | None
     """The checkpoint that the run resumes from, if any."""
-    trainer: Trainer
+    trainer: GRPOTrainerWithReuse
     tokenizer: PreTrainedTokenizerBase
     rewards: RewardSet
     test: Sequence[Example]
@@ -147,7 +144,7 @@ def build(
         yield Run(config, run_dir.path, checkpoint, trainer, tokenizer, rewards, test, steps, notes)
 
 
-def add_callbacks(config: Config, trainer: Trainer, data: Mapping[str, str]) -> None:
+def add_callbacks(config: Config, trainer: GRPOTrainerWithReuse, data: Mapping[str, str]) -> None:
     """Adds the draft model's trainer if it is trained, and the callbacks that complete checkpoints.
 
     Args: data: digests of the splits of the data set.
@@ -185,27 +182,28 @@ def make_engine(config: Config, spec: EngineSpec, trained: PreTrainedModel) -> E
 
 def build_trainer(
     config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, setup: Setup, checkpoints: Path
-) -> Trainer:
+) -> GRPOTrainerWithReuse:
     """The trainer of `trainer.algorithm`. Args: checkpoints: the directory for its checkpoints."""
-    cpu = next(model.parameters()).device.type == "cpu"
-    common = {
-        "output_dir": checkpoints,
-        "seed": config.seed,
-        "cpu": cpu,
-        "world": PartialState(cpu=cpu).num_processes,
-        "trackers": config.report.trackers,
-    }
-    lora = adapter(config.lora, model) if config.lora.rank or config.lora.targets else None
+    from specrl.trainers.grpo.arguments import grpo_config
+    from specrl.trainers.grpo.trainer import GRPOTrainerWithReuse
+
+    trainer_class = GRPOTrainerWithReuse
     if config.trainer.algorithm == "ppo":
-        from specrl.trainers.arguments import ppo_arguments
         from specrl.trainers.ppo.trainer import PPOTrainer
 
-        steps = config.trainer.total_steps(len(setup.dataset))
-        return PPOTrainer(model, ppo_arguments(config.trainer, config.rollout, steps, **common), tokenizer, setup, lora)
-    from specrl.trainers.grpo.trainer import GRPOTrainerWithReuse, grpo_config
-
-    arguments = grpo_config(config.trainer, config.rollout, **common)
-    return GRPOTrainerWithReuse(model, arguments, tokenizer, setup, lora)
+        trainer_class = PPOTrainer
+    cpu = next(model.parameters()).device.type == "cpu"
+    arguments = grpo_config(
+        config.trainer,
+        config.rollout,
+        output_dir=checkpoints,
+        seed=config.seed,
+        cpu=cpu,
+        world=PartialState(cpu=cpu).num_processes,
+        trackers=config.report.trackers,
+    )
+    lora = adapter(config.lora, model) if config.lora.rank or config.lora.targets else None
+    return trainer_class(model, arguments, tokenizer, setup, lora)
 
 
 def scorer(rewards: RewardSet, tokenizer: PreTrainedTokenizerBase, prompts: Mapping[str, Prompt]) -> Score:

@@ -19,7 +19,7 @@ BELOW = {
     "specrl": {"specrl", "trainers", "rollout", "reward"},
 }
 DOORS = {
-    "trl": ("trainers/grpo/*.py",),
+    "trl": ("trainers/grpo/*.py", "trainers/ppo/*.py"),
     "vllm": ("rollout/engines/vllm/*.py",),
     "ray": ("rollout/workers/pool.py", "rollout/workers/calls.py", "specrl/run/cluster.py"),
 }

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 FOREIGN = {
     *("_generate_and_score_completions", "_get_per_token_logps_and_entropies", "_compute_loss"),  # of TRL's trainers
     *("_generate", "_generate_single_turn"),  # the same
-    "_attn_implementation",  # transformers
+    *("_attn_implementation", "_clip_grad_norm"),  # transformers
     *("_preempt_request", "_run_model", "_verify", "_sample_random", "_get_logprobs_tensors"),  # vLLM
     *("_private", "_global_node"),  # Ray
     *("_patch_lang", "_get_np_dtype"),  # Triton's interpreter

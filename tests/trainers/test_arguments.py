@@ -4,8 +4,8 @@ import pytest
 
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.types import RolloutError
-from specrl.trainers.arguments import passes
 from specrl.trainers.config import TrainerConfig
+from specrl.trainers.grpo.arguments import passes
 
 
 def split(prompts, group, per_pass, world, minibatches=1):

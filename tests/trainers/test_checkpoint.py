@@ -183,7 +183,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(tmp_pat
     options = {"trainer__max_steps": 4, "trainer__save_every": 1}
     uninterrupted = run(tmp_path, name="whole", **options)
     first = run(tmp_path, **(options | {"trainer__max_steps": 2}))
-    weights = min(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    weights = min(path.stat().st_size for path in tmp_path.rglob("model.safetensors"))
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (weights // 2, unlimited[1]))
     try:

@@ -1,4 +1,4 @@
-"""GRPO and DAPO on the GRPOTrainer of TRL 1.16.
+"""GRPO and DAPO on the GRPOTrainer of TRL 1.16; PPO is a subclass of theirs.
 
 `rollout_func` returns our responses to TRL. An override of `_generate_and_score_completions` receives the dataset rows,
 calls super and adjusts the batch. No method body of TRL is copied.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +22,10 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from specrl.rollout.config import RolloutConfig
+from specrl.rollout.engines.base import evaluation
 from specrl.rollout.reduction import Metric, highest, mean, seconds
-from specrl.trainers.arguments import common_arguments
 from specrl.trainers.callbacks import StepMetrics
 from specrl.trainers.checkpoint import writing
-from specrl.trainers.config import TrainerConfig
 from specrl.trainers.grpo.limits import check_trl
 from specrl.trainers.rollouts import Rollouts
 from specrl.trainers.setup import Setup
@@ -88,6 +88,10 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             rollout_func=self._rollout,
         )
         self.remove_callback(PrinterCallback)  # the run's monitor prints instead
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
+            # accelerate's policy would round the log-probs and values of a pass to bf16
+            plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
 
         def policy() -> PreTrainedModel:
             return self.accelerator.unwrap_model(self.model)
@@ -114,7 +118,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             data_source=self.train_dataset,
             mini_repeat_count=self.num_generations,
             batch_size=self._options.prompts_per_step,
-            repeat_count=self.args.num_iterations * self.args.gradient_accumulation_steps,
+            repeat_count=self._options.steps_per_rollout * self.args.gradient_accumulation_steps,
             shuffle=self.shuffle_dataset,
             seed=self.args.seed,
             epoch=epoch,
@@ -122,7 +126,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
 
     def _upcoming(self) -> list[dict[str, Any]]:
         """This process's dataset rows of the next rollout, as the sampler will yield them."""
-        updates = self.args.num_iterations
+        updates = self._options.steps_per_rollout
         if self.state.global_step + updates >= self.state.max_steps:
             return []
         rollouts_per_epoch = self._options.rollouts_per_epoch(len(self.train_dataset))
@@ -135,12 +139,9 @@ class GRPOTrainerWithReuse(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         inputs = self.rollouts.collect(inputs).inputs
-        updates = self.num_iterations
-        self.num_iterations = 1  # no pass for old log-probs: the first update has them
-        try:
-            out = self._with_behaviour(super()._generate_and_score_completions(inputs))
-        finally:
-            self.num_iterations = updates
+        with self._no_old_pass():
+            out = super()._generate_and_score_completions(inputs)
+        self._adjust(out)
         for part in ("mean", "std"):  # same values as `reward` and `reward_std`
             self._metrics["train"].pop(f"rewards/{self._total_reward.__name__}/{part}", None)
         if self.scale_rewards == "batch":  # TRL takes the batch's deviation for that of each group
@@ -148,6 +149,16 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             self.note({"frac_reward_zero_std": mean(still.sum().item(), len(inputs))})
         self.note(self.rollouts.finish())
         return out
+
+    @contextmanager
+    def _no_old_pass(self) -> Iterator[None]:
+        """TRL makes no pass for old log-probs: GRPO's first update has them, and PPO's critic needs the same pass."""
+        updates, parts = self.num_iterations, self.args.steps_per_generation
+        self.num_iterations, self.args.steps_per_generation = 1, self.args.gradient_accumulation_steps
+        try:
+            yield
+        finally:
+            self.num_iterations, self.args.steps_per_generation = updates, parts
 
     def _rollout(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
         """TRL's rollout_func. Returns the batch collected before, because prompts alone do not identify an example."""
@@ -180,7 +191,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         if self.num_iterations > 1 and self.rollouts.batch_is_current:
             inputs.setdefault("old_per_token_logps", self._logps)  # for the ratios of later updates
         if self.model.training and self.rollouts.batch_is_current:
-            mask = _loss_mask(inputs).bool()
+            mask = loss_mask(inputs).bool()
             gap = (self._logps - inputs["sampling_per_token_logps"]).abs()[mask]
             if gap.numel():
                 name = "sampling/sampling_logp_difference"
@@ -193,55 +204,40 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         with writing(Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"):
             super()._save_checkpoint(model, trial)
 
-    def _with_behaviour(self, out: dict[str, Any]) -> dict[str, Any]:
+    def _adjust(self, out: dict[str, Any]) -> None:
         """Masks rows without a reward. Adds the engine's log-probs as pi_old, and importance weights, where needed."""
         scored = [reward is not None for reward in self.rollouts.train_batch.rewards]
         out["completion_mask"] *= torch.tensor(scored, device=out["completion_mask"].device)[:, None]
         logprobs = out["sampling_per_token_logps"]
         if self.rollouts.old_from_engine:
             out["old_per_token_logps"] = logprobs
-        ratios = self.rollouts.importance(logprobs, _loss_mask(out), lambda: self._trainer_logps(out))
+        self._estimate_advantages(out)
+        ratios = self.rollouts.importance(logprobs, loss_mask(out), lambda: self._trainer_logps(out))
         if ratios is not None:
-            out["advantages"] = out["advantages"][:, None] * ratios
-        return out
+            out["advantages"] = out["advantages"].reshape(len(ratios), -1) * ratios
 
-    @torch.no_grad()
+    def _estimate_advantages(self, out: dict[str, Any]) -> None:
+        """Changes the advantages of a rollout; those of GRPO are TRL's."""
+
     def _trainer_logps(self, out: dict[str, Any]) -> torch.Tensor:
         """The policy's log-probs [B, T] of the responses, which the update also uses as pi_old."""
         if "old_per_token_logps" not in out:
-            began = time.perf_counter()
-            ids, mask = (torch.cat([out[f"prompt_{n}"], out[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
-            keep, rows = out["completion_ids"].shape[1], self.args.per_device_train_batch_size
-            passed = super()._get_per_token_logps_and_entropies(self.model, ids, mask, keep, rows)
-            out["old_per_token_logps"] = passed[0]
-            self.note({"timing_s/old_log_prob": seconds(time.perf_counter() - began)})
+            out["old_per_token_logps"] = self._pass(out, self.model)
         return out["old_per_token_logps"]
 
+    @torch.no_grad()
+    def _pass(self, out: dict[str, Any], model: Callable[..., Any]) -> torch.Tensor:
+        """The policy's log-probs [B, T] of the responses before the update. Args: model: the policy, or around it."""
+        began = time.perf_counter()
+        ids, mask = (torch.cat([out[f"prompt_{n}"], out[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
+        keep, rows = out["completion_ids"].shape[1], self.args.per_device_train_batch_size
+        with evaluation(self.model):
+            passed = super()._get_per_token_logps_and_entropies(model, ids, mask, keep, rows)
+        self.note({"timing_s/old_log_prob": seconds(time.perf_counter() - began)})
+        return passed[0]
 
-def _loss_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
+
+def loss_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
     """1 for tokens that the policy sampled and the loss counts [B, T]; `completion_mask` includes those of tools."""
     mask = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
-
-
-def grpo_config(trainer: TrainerConfig, rollout: RolloutConfig, **run: Any) -> GRPOConfig:
-    """GRPOConfig for rollout batches of prompts_per_step * group_size rows. See common_arguments for `run`."""
-    common = common_arguments(trainer, rollout, **run)
-    low, high = trainer.clip_range
-    return GRPOConfig(
-        **common,
-        steps_per_generation=common["gradient_accumulation_steps"],
-        num_iterations=trainer.updates_per_rollout,
-        num_generations=rollout.group_size,
-        max_completion_length=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        importance_sampling_level=trainer.ratio,
-        epsilon=low,
-        epsilon_high=high,
-        beta=trainer.beta,
-        loss_type=trainer.algorithm if trainer.loss == "auto" else trainer.loss,
-        scale_rewards=trainer.scale_rewards,
-        mask_truncated_completions=trainer.mask_truncated,
-    )

@@ -1,4 +1,4 @@
-"""PPO's formulas as pure functions: rewards to advantages, and log-probs and values to losses.
+"""PPO's formulas as pure functions: rewards to advantages, and values to the critic's loss.
 
 Tensors [B, T] run over response tokens. A mask is 1 for tokens of the policy, 0 for those of tools between them and
 after the end, and 0 everywhere in a row that has no response or no reward.
@@ -93,30 +93,7 @@ def whiten(values: Tensor, mask: Tensor, all_reduce: Callable[[Tensor], Tensor] 
     return centred / (variance.sqrt().to(values.dtype) + 1e-8)
 
 
-# Losses --------------------------------------------------------------------------------------------------------------
-
-
-def policy_loss(logp: Tensor, old: Tensor, advantages: Tensor, *, low: float, high: float) -> Tensor:
-    """Clipped surrogate of each token [B, T] (PPO, Schulman et al. 2017, arXiv 1707.06347, eq. 7), to be minimised.
-
-    -min(r * A, clip(r, 1 - low, 1 + high) * A) with r = exp(logp - old).
-
-    Args:
-        logp: log-probs under the policy being trained [B, T].
-        old: under the policy before the update [B, T], without gradient.
-        advantages: [B, T].
-        low, high: clip range; `high` above `low` is DAPO's clip-higher.
-    """
-    ratio = (logp - old).exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-
-
-def clipped(logp: Tensor, old: Tensor, advantages: Tensor, *, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Where `policy_loss` has no gradient, as 0/1 [B, T]: (ratio too low, ratio too high)."""
-    ratio = (logp - old).exp()
-    too_low = (ratio < 1 - low) & (advantages < 0)
-    too_high = (ratio > 1 + high) & (advantages > 0)
-    return too_low.to(logp.dtype), too_high.to(logp.dtype)
+# Loss and penalty ---------------------------------------------------------------------------------------------------
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Tensor:
@@ -129,18 +106,6 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Ten
         near = old + (values - old).clamp(-clip, clip)
         error = torch.maximum(error, (near - returns).square())
     return error / 2
-
-
-def kl_estimate(logp: Tensor, old: Tensor, reference: Tensor) -> Tensor:
-    """KL(policy || reference) at each token [B, T], never negative: ratio * (exp(gap) - 1 - gap).
-
-    gap = reference - logp makes Schulman's k3 ("Approximating KL divergence", 2020), and ratio = exp(logp - old) weighs
-    the tokens, which `old` sampled, as the policy would (DeepSeek-V3.2, arXiv 2512.02556; use_bias_correction_kl of
-    TRL's GRPO). Its mean over the samples is the KL, and the mean of its gradient the KL's gradient, for any `old`.
-    Without the ratio k3's gradient would be that of KL(reference || policy) where old = logp.
-    """
-    gap = reference - logp
-    return (logp - old).exp() * (gap.exp() - 1 - gap)
 
 
 def adapted_beta(beta: float, kl: float, target: float) -> float:

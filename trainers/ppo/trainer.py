@@ -1,288 +1,197 @@
-"""PPO (Schulman et al. 2017, arXiv 1707.06347) on accelerate: rollout, experience, clipped updates, in reading order.
+"""PPO (Schulman et al. 2017, arXiv 1707.06347) on TRL's GRPO loop: advantages per token, and a critic.
 
-Rollouts, cache, rewards and metrics come from Rollouts, as under GRPO; transformers' callbacks log, save and stop.
-Checkpoints hold weights, optimiser and schedule only: data order, minibatches and dropout follow from (seed, step).
+The clipped surrogate, the entropy bonus and the KL penalty in the loss are TRL's.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator, DistributedType
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, get_scheduler
-from transformers.integrations import get_reporting_integration_callbacks
-from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from specrl.rollout.keys import derive_key
-from specrl.rollout.reduction import Metric, highest, mean
+from specrl.rollout.reduction import mean, shared
 from specrl.rollout.types import RolloutError
-from specrl.trainers import snapshot
-from specrl.trainers.callbacks import StepMetrics
-from specrl.trainers.checkpoint import writing
+from specrl.trainers.grpo.limits import check_trl
+from specrl.trainers.grpo.trainer import GRPOTrainerWithReuse, loss_mask
 from specrl.trainers.ppo import objectives
-from specrl.trainers.ppo.critic import build_models, shard
-from specrl.trainers.ppo.experience import Experience, ExperienceMaker
-from specrl.trainers.rollouts import Rollouts
-from specrl.trainers.setup import Setup
+from specrl.trainers.ppo.critic import Critic, recorded
 
 if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from trl import GRPOConfig
 
-REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-"""Ways to run in which every process has all weights."""
-PROGRESS = ("global_step", "epoch", "num_input_tokens_seen")
-"""The fields of transformers' TrainerState that checkpoints hold."""
+    from specrl.trainers.setup import Setup
+
+STATE = "ppo.safetensors"
+"""The file of a checkpoint with the critic's weights and the KL weight."""
+NEEDED = ("create_optimizer", "_clip_grad_norm", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
+"""Methods of transformers' Trainer that the subclass overrides."""
 
 
-class PPOTrainer:
-    """PPO whose responses come from Rollouts. It calls transformers' callbacks as transformers' Trainer does.
-
-    Args: as GRPOTrainerWithReuse; `args` are those of trainers.arguments.ppo_arguments.
-    """
+class PPOTrainer(GRPOTrainerWithReuse):
+    """GRPOTrainerWithReuse with PPO's advantages and, for GAE, a critic that is trained with the policy."""
 
     def __init__(
         self,
         model: PreTrainedModel,
-        args: TrainingArguments,
+        args: GRPOConfig,
         tokenizer: PreTrainedTokenizerBase,
         setup: Setup,
         peft_config: PeftConfig | None = None,
     ):
         options = setup.trainer
-        self.args = args
-        self._options = options
-        self._group_size = setup.rollout.group_size
-        self._dataset = setup.dataset
-        self._steps_per_epoch = options.steps_per_epoch(len(setup.dataset))
-        self._rows_per_pass = args.per_device_train_batch_size
-        self.accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if args.bf16 else "no")
-        _check_distributed(self.accelerator)
-        self._models = build_models(model, options, setup.rollout.temperature, peft_config)
-        self.policy = self._models.trained.policy
-        self._sharded = shard(self._models, self.accelerator) if self.accelerator.is_fsdp2 else []
-        self.model: Any = self._models.trained
-        if not self._sharded:
-            self.model = self.accelerator.prepare_model(self._models.trained)
-        self._weights = self._models.trained.trainable()
-        """What checkpoints hold. During a pass of a sharded module other parameters stand in for these."""
-        self.optimizer = torch.optim.AdamW(self._models.parameter_groups(options), weight_decay=options.weight_decay)
-        self.scheduler = get_scheduler(
-            options.lr_schedule, self.optimizer, options.warmup_steps, num_training_steps=args.max_steps
-        )
-        self._maker = ExperienceMaker(
-            self._models,
-            setup,
-            self.accelerator,
-            rows_per_pass=self._rows_per_pass,
-            pad_id=tokenizer.pad_token_id,
-        )
-        self.control = TrainerControl()
-        self.state = _initial_state(args, self.accelerator)
-        self._step_metrics = StepMetrics()
-        self._callbacks = CallbackHandler(
-            [DefaultFlowCallback, *get_reporting_integration_callbacks(args.report_to), self._step_metrics],
-            model=self.policy,
-            processing_class=tokenizer,
-            optimizer=self.optimizer,
-            lr_scheduler=self.scheduler,
-        )
-        self.rollouts = Rollouts(setup, self.accelerator, lambda: self.policy, lambda: self.state, self._next_inputs)
+        check_trl(GRPOTrainerWithReuse, NEEDED)
+        critic = Critic(model, options.critic.model == "separate") if options.advantage == "gae" else None
+        super().__init__(model, args, tokenizer, setup, peft_config)
+        if critic is not None:
+            if self.is_deepspeed_enabled:
+                raise RolloutError(
+                    "DeepSpeed clips a critic's gradients with the policy's. Launch with torchrun or with FSDP 2, or "
+                    "take trainer.advantage=rloo"
+                )
+            if options.precision == "bf16":
+                critic.float()  # all of it is trained, also where adapters leave the policy's weights in bf16
+            critic.attach(model)
+        self.critic = critic
+        """Part of the policy; None without GAE."""
 
-    def add_callback(self, callback: TrainerCallback) -> None:
-        self._callbacks.add_callback(callback)
+    # Advantages --------------------------------------------------------------------------------------------------
 
-    def note(self, metrics: Mapping[str, Metric]) -> None:
-        """Adds metrics to the log of the step; they are reduced over processes."""
-        self._step_metrics.note(metrics)
+    @torch.no_grad()
+    def _estimate_advantages(self, out: dict[str, Any]) -> None:
+        """Replaces TRL's advantages by PPO's [B, T]; adds old log-probs and, for a critic, old values and returns.
 
-    # Steps -------------------------------------------------------------------------------------------------------
-
-    def train(self, resume_from_checkpoint: str | None = None) -> None:
-        """Takes the remaining steps."""
-        if resume_from_checkpoint:
-            self._load(Path(resume_from_checkpoint))
-        self._event("on_train_begin")
-        while self.state.global_step < self.args.max_steps and not self.control.should_training_stop:
-            self._step()
-        self._event("on_train_end")
-
-    def _step(self) -> None:
-        """One optimiser step; every `steps_per_rollout`-th begins with a rollout."""
-        self._event("on_step_begin")
-        step = self.state.global_step
-        logs: dict[str, float] = {}
-        torch.manual_seed(derive_key(self.args.seed, "dropout", self.accelerator.process_index, step, "trainer"))
-        update = step % self._options.steps_per_rollout
-        if update == 0:
-            self._experience, logs = self._collect()
-        # Every minibatch has rows of all prompts, and the same rows on any number of processes.
-        minibatch = self._experience.select(slice(update % self._options.minibatches, None, self._options.minibatches))
-        logs = {**self._update(minibatch), **logs, "num_tokens": self.state.num_input_tokens_seen}
-        self.state.global_step += 1
-        self.state.epoch = self.state.global_step / self._steps_per_epoch
-        self._event("on_step_end")
-        logs = logs | self._step_metrics.reduced() | {"epoch": self.state.epoch}
-        self.state.log_history.append({**logs, "step": self.state.global_step})
-        self._event("on_log", logs=logs)
-        if self.control.should_save:
-            self._save(Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}")
-            self._event("on_save")
-
-    def _event(self, name: str, **details: Any) -> None:
-        self.control = getattr(self._callbacks, name)(self.args, self.state, self.control, **details)
-
-    # Rollout -> experience ---------------------------------------------------------------------------------------
-
-    def _inputs(self, step: int) -> list[dict]:
-        """This process's dataset rows of the rollout at a step: prompts `group_size` times each, shuffled by epoch."""
-        epoch, step = divmod(step, self._steps_per_epoch)
-        order = torch.Generator().manual_seed(self.args.seed * 1_000_003 + epoch)
-        first = step // self._options.steps_per_rollout * self._options.prompts_per_step
-        prompts = torch.randperm(len(self._dataset), generator=order)[first : first + self._options.prompts_per_step]
-        rows = [index for index in prompts.tolist() for _ in range(self._group_size)]
-        share = len(rows) // self.accelerator.num_processes
-        start = self.accelerator.process_index * share
-        return [self._dataset[index] for index in rows[start : start + share]]
-
-    def _next_inputs(self) -> list[dict]:
-        """The same of the following rollout; empty at the last one."""
-        step = self.state.global_step + self._options.steps_per_rollout
-        return self._inputs(step) if step < self.args.max_steps else []
-
-    def _collect(self) -> tuple[Experience, dict[str, float]]:
-        """Rolls out, and turns the rollout into experience."""
-        sampled = self.rollouts.collect(self._inputs(self.state.global_step))
-        batch, metrics = self._maker.make(sampled, self.rollouts)
-        self.state.num_input_tokens_seen += int(self.accelerator.reduce(batch.attention.sum(), "sum"))
-        gap = (batch.policy_logprobs - batch.rollout_logprobs).abs() * batch.mask
-        gaps = {
-            "sampling/sampling_logp_difference/mean": mean(gap.sum().item(), batch.mask.sum().item()),
-            "sampling/sampling_logp_difference/max": highest(gap.max().item()),
-        }
-        self.note(self.rollouts.finish() | gaps)
-        return batch, metrics
-
-    # Experience -> update ----------------------------------------------------------------------------------------
-
-    def _update(self, minibatch: Experience) -> dict[str, float]:
-        """One optimiser step on a minibatch, in which every token of all processes has the same weight."""
-        self.model.train()
-        tokens = self.accelerator.reduce(minibatch.mask.sum(), "sum").clamp(min=1)
-        sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=tokens.device))
-        parts = list(minibatch.split(self._rows_per_pass))
-        for i, part in enumerate(parts):
-            with nullcontext() if i == len(parts) - 1 else self._no_sync():
-                self.training_step(part, tokens, sums)
-        # Policy and critic are clipped separately, so that the critic's errors do not shrink the policy's step.
-        norms = [
-            self.accelerator.clip_grad_norm_(group["params"], self.args.max_grad_norm or torch.inf).item()
-            for group in self.optimizer.param_groups
-        ]
-        learning_rate = self.scheduler.get_last_lr()[0]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.scheduler.step()
-        means = self.accelerator.reduce(torch.stack(list(sums.values())), "sum") / tokens
-        metrics = dict(zip(sums, means.tolist(), strict=True))
-        metrics |= {"grad_norm": norms[0], "learning_rate": learning_rate}
-        if minibatch.critic is not None:
-            metrics["value/grad_norm"] = norms[1]
-        return metrics
-
-    @contextmanager
-    def _no_sync(self) -> Iterator[None]:
-        """Gradients are only added up in each process."""
-        if not self._sharded:
-            with self.accelerator.no_sync(self.model):
-                yield
-            return
-        for root in self._sharded:
-            root.set_requires_gradient_sync(False)
-        yield
-        for root in self._sharded:
-            root.set_requires_gradient_sync(True)
-
-    def training_step(self, part: Experience, tokens: Tensor, sums: dict[str, Tensor]) -> Tensor:
-        """Forward and backward of the rows of one pass; returns their part of the minibatch's loss.
-
-        Args:
-            tokens: how many the minibatch has, over all processes.
-            sums: metrics are added to it, summed over tokens.
+        Truncated rows that `mask_truncated` leaves out of the loss keep their rewards in every baseline.
         """
         options = self._options
-        low, high = options.clip_range
-        outputs = self.model(part.ids, part.attention, part.length)
-        surrogate = objectives.policy_loss(outputs.logp, part.old_logprobs, part.advantages, low=low, high=high)
-        metrics = {"policy_loss": surrogate, "entropy": outputs.entropy}
-        loss = surrogate - options.entropy_bonus * outputs.entropy
-        if part.critic is not None:
-            error = objectives.value_loss(outputs.values, part.critic.values, part.critic.returns, options.critic.clip)
-            metrics["value_loss"] = error
-            loss = loss + options.critic.loss_weight * error
-        if part.reference_logprobs is not None:
-            kl = objectives.kl_estimate(outputs.logp, part.old_logprobs, part.reference_logprobs)
-            metrics["kl"] = kl
-            if options.kl_penalty == "loss":
-                loss = loss + self._maker.beta * kl
-        too_low, too_high = objectives.clipped(outputs.logp, part.old_logprobs, part.advantages, low=low, high=high)
-        metrics |= {"loss": loss, "clip_ratio/low_mean": too_low, "clip_ratio/high_mean": too_high}
-        metrics["clip_ratio/region_mean"] = too_low + too_high
-        for name, per_token in metrics.items():
-            sums[name] += (per_token.detach() * part.mask).sum()
-        loss = (loss * part.mask).sum() / tokens
-        self.accelerator.backward(loss * self.accelerator.num_processes)  # gradients are averaged over processes
-        return loss.detach()
+        outputs: list[Any] = []
+        logps = self._pass(out, recorded(self.model, outputs))
+        old = out.setdefault("old_per_token_logps", logps)
+        mask = loss_mask(out).float()
+        kl = torch.zeros_like(mask)
+        if "ref_per_token_logps" in out:
+            kl = (old - out["ref_per_token_logps"]) * mask
+        batch = self.rollouts.train_batch
+        totals = torch.tensor([torch.nan if reward is None else reward for reward in batch.rewards], device=mask.device)
+        penalty = self.beta if options.kl_penalty == "reward" else 0.0
+        rewards = objectives.token_rewards(totals, kl, mask, penalty)
+        if self.critic is not None:
+            values = torch.cat([output.value for output in outputs])[:, -mask.shape[1] :]
+            advantages, returns = objectives.gae(rewards, values, mask, gamma=options.gamma, lam=options.gae_lambda)
+            advantages = objectives.whiten(advantages, mask, self._all_reduce)
+            out |= {"old_values": values, "returns": returns}
+            self._note_values(values, returns, mask)
+        elif options.advantage == "rloo":
+            advantages = self._rloo(rewards, mask)
+        else:
+            advantages = objectives.reinforce_plus_plus(rewards, mask, options.gamma, self._all_reduce)
+        if "ref_per_token_logps" in out:
+            self._note_kl(kl, mask)
+        left_out = [options.mask_truncated and c.finish == "length" for c in batch.batch.completions]
+        out["completion_mask"] *= ~torch.tensor(left_out, device=mask.device)[:, None]
+        out["num_items_in_batch"] = self._all_reduce(loss_mask(out).sum())
+        out["advantages"] = advantages
 
-    # Saving ------------------------------------------------------------------------------------------------------
+    def _rloo(self, rewards: Tensor, mask: Tensor) -> Tensor:
+        sums = rewards.sum(-1).masked_fill(mask.sum(-1) == 0, torch.nan)
+        first = self.accelerator.process_index * len(sums)
+        # All processes' rows are gathered, as a group may continue in the next process.
+        advantages = objectives.rloo(self.accelerator.gather(sums), self.num_generations)[first : first + len(sums)]
+        return advantages[:, None] * mask
 
-    def save_model(self, output_dir: str) -> None:
-        """Writes the policy; every process must call it."""
-        weights = self.accelerator.get_state_dict(self.policy)
-        if self.accelerator.is_main_process:
-            self.policy.save_pretrained(output_dir, state_dict=weights)
+    def _note_values(self, values: Tensor, returns: Tensor, mask: Tensor) -> None:
+        variance = self._variance(returns, mask)
+        explained = 1 - self._variance(returns - values, mask) / variance if variance > 1e-6 else torch.nan
+        self.note({"value/mean": shared(self._mean(values, mask)), "value/explained_variance": shared(explained)})
 
-    def _save(self, folder: Path) -> None:
-        """Writes a checkpoint; every process must call it."""
-        progress = {name: getattr(self.state, name) for name in PROGRESS} | self._maker.state()
-        progress["schedule"] = self.scheduler.state_dict()
-        with writing(folder):
-            snapshot.save(folder, self._weights, self.optimizer, progress, writes=self.accelerator.is_main_process)
+    def _note_kl(self, kl: Tensor, mask: Tensor) -> None:
+        """Notes the rollout's KL where TRL does not, and moves the KL weight towards its target."""
+        mean_kl = self._mean(kl, mask)
+        if self._options.kl_penalty == "reward":
+            self.note({"kl": shared(mean_kl)})
+        if self._options.kl_target:
+            self.note({"kl_beta": shared(self.beta)})
+            self.beta = objectives.adapted_beta(self.beta, mean_kl, self._options.kl_target)
 
-    def _load(self, folder: Path) -> None:
-        progress = snapshot.load(folder, self._weights, self.optimizer)
-        for name in PROGRESS:
-            setattr(self.state, name, progress[name])
-        self._maker.restore(progress)
-        self.scheduler.load_state_dict(progress["schedule"])
-        for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
+    def _mean(self, values: Tensor, mask: Tensor) -> float:
+        """Over the masked tokens of all processes."""
+        total, count = self._all_reduce(torch.stack([(values * mask).sum(), mask.sum()]).double()).tolist()
+        return total / max(count, 1)
 
+    def _variance(self, values: Tensor, mask: Tensor) -> float:
+        return self._mean((values - self._mean(values, mask)).square(), mask)
 
-def _initial_state(args: TrainingArguments, accelerator: Accelerator) -> TrainerState:
-    """The state that transformers' callbacks read, before the first step."""
-    return TrainerState(
-        max_steps=args.max_steps,
-        logging_steps=int(args.logging_steps),
-        save_steps=int(args.save_steps),
-        num_train_epochs=int(args.num_train_epochs),
-        is_world_process_zero=accelerator.is_main_process,
-        is_local_process_zero=accelerator.is_local_main_process,
-    )
+    def _all_reduce(self, values: Tensor) -> Tensor:
+        """Sum over processes."""
+        return self.accelerator.reduce(values, "sum")
 
+    # Loss --------------------------------------------------------------------------------------------------------
 
-def _check_distributed(accelerator: Accelerator) -> None:
-    """Raises RolloutError where the processes share the policy in a way that PPO does not support."""
-    kind = accelerator.distributed_type
-    if kind not in REPLICATED and not accelerator.is_fsdp2:
-        name = "FSDP 1" if kind == DistributedType.FSDP else kind.value
-        raise RolloutError(
-            f"PPO does not support {name}. Launch it with torchrun or with fsdp_version: 2, or take "
-            "trainer.algorithm=grpo"
-        )
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """TRL's loss, plus the critic's from the same pass, in which every token of all processes weighs the same."""
+        outputs: list[Any] = []
+        beta = self.beta
+        if self._options.kl_penalty == "reward":
+            self.beta = 0.0  # the penalty is in the rewards
+        loss = super()._compute_loss(recorded(model, outputs), inputs)
+        self.beta = beta
+        passes = self.current_gradient_accumulation_steps
+        self.note({"policy_loss": mean(loss.item(), 1 / passes)})
+        if self.critic is None:
+            return loss
+        options = self._options.critic
+        mask = loss_mask(inputs)
+        values = outputs[0].value[:, -mask.shape[1] :]
+        error = (objectives.value_loss(values, inputs["old_values"], inputs["returns"], options.clip) * mask).sum()
+        self.note({"value_loss": mean(error.item(), mask.sum().item())})
+        tokens = inputs["num_items_in_batch"].clamp(min=1) * passes / self.args.steps_per_generation
+        return loss + options.loss_weight * error * self.accelerator.num_processes / tokens
+
+    # Optimiser ---------------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """As transformers' Trainer, with the critic's weights in a group of their own, the last."""
+        if self.critic is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        optimizer = super().create_optimizer(model)
+        critic = dict.fromkeys(self.critic.parameters())
+        for group in optimizer.param_groups:
+            group["params"] = [weight for weight in group["params"] if weight not in critic]
+        rate, decay = self._options.critic.learning_rate, self.args.weight_decay
+        optimizer.add_param_group({"params": [*critic], "lr": rate, "weight_decay": decay})
+        return optimizer
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Tensor:
+        """Clips policy and critic separately, so that the critic's errors do not shrink the policy's step."""
+        if self.critic is None or self.optimizer is None:
+            return super()._clip_grad_norm(model)
+        *policy, critic = (group["params"] for group in self.optimizer.param_groups)
+        norm = self.accelerator.clip_grad_norm_(critic, self.args.max_grad_norm)
+        self.note({"value/grad_norm": shared(norm.item())})
+        return self.accelerator.clip_grad_norm_([*chain(*policy)], self.args.max_grad_norm)
+
+    # Checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state: dict[str, Any] = {"beta": torch.tensor(self.beta, dtype=torch.float64)}
+        if self.critic is not None:
+            state |= get_model_state_dict(self.critic, options=whole)
+        if self.args.should_save:
+            save_file(state, Path(output_dir) / STATE)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        state: dict[str, Any] = load_file(Path(checkpoint) / STATE)
+        self.beta = state.pop("beta").item()
+        if self.critic is not None:
+            set_model_state_dict(self.critic, state, options=StateDictOptions(full_state_dict=True))

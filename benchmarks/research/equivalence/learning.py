@@ -19,8 +19,7 @@ from specrl.rollout.sections import BudgetConfig
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, RolloutBatch, Row
 from specrl.trainers.correction import correction_weights
-from specrl.trainers.ppo.experience import Experience, Responses, ValueTargets
-from specrl.trainers.ppo.objectives import clipped, gae, policy_loss, token_rewards, value_loss, whiten
+from specrl.trainers.ppo.objectives import gae, token_rewards, value_loss, whiten
 
 Algorithm = Literal["grpo", "ppo"]
 PROMPTS, GROUP, PROMPTS_PER_STEP, EPOCHS = 24, 8, 12, 10
@@ -74,6 +73,29 @@ class Outcome:
         return sum(self.gaps) / len(self.gaps)
 
 
+@dataclass
+class Experience:
+    """A rollout as tensors [B, T] over response tokens, padded on the right."""
+
+    places: tuple[Tensor, Tensor, Tensor]
+    """Task, last symbol and next symbol of every token."""
+    mask: Tensor
+    """1 for response tokens."""
+    rollout_logprobs: Tensor
+    """The engine's log-probs."""
+    old_logprobs: Tensor
+    """The trainer's, before the update."""
+    advantages: Tensor
+    values: Tensor | None = None
+    """The critic's, before the update; None for GRPO."""
+    returns: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """T."""
+        return self.mask.shape[1]
+
+
 class Run:
     """Trains one policy.
 
@@ -120,16 +142,13 @@ class Run:
         visit = 0 if self.arm.constant else self.visits.next([row.example_id for row in rows])
         batch = self.rollout.generate(rows, visit=visit, step=step, sample_indices=sample_indices)
         rewards = self._rewards(rows, [c.tokens for c in batch.completions])
-        responses = Responses.of(rows, batch.completions, [True] * len(rows), toy.END, torch.device("cpu"))
-        old = self._logp(responses).detach()
-        zeros = torch.zeros_like(old)
-        found = Experience(**vars(responses), policy_logprobs=old, old_logprobs=old, advantages=zeros)
+        found = self._experience(rows, batch.completions)
         self._observe(rows, batch, rewards, found, first=epoch == 0)
         self.rollout.store(rows, batch, step=step, rewards=rewards)
         self.control(rows, batch, rewards, step=step)
         self._advantages(found, torch.tensor(rewards))
         if self.arm.rollout.get("acceptance") == "lenient":  # as Rollouts.importance does
-            behaviour = padded(batch.completions, found.length)
+            behaviour = padded([c.behaviour_logprobs for c in batch.completions], found.length)
             found.advantages *= correction_weights(found.old_logprobs, behaviour, found.mask, self.arm.correction, CAP)
         for _ in range(UPDATES):
             self._update(found)
@@ -139,16 +158,24 @@ class Run:
 
     # Update ------------------------------------------------------------------------------------------------------
 
-    def _places(self, found: Responses) -> tuple[Tensor, Tensor, Tensor]:
-        """Task, last symbol and next symbol of every token [B, T]."""
-        last, following = found.ids[:, 1:-1], found.ids[:, 2:]
-        return found.ids[:, :1].expand_as(last), last, following
+    def _experience(self, rows: Sequence[Row], done: Sequence[Completion]) -> Experience:
+        """The rollout with old log-probs; the advantages are still 0."""
+        length = max(len(c.tokens) for c in done)
+        texts = zip(rows, done, strict=True)
+        ids = torch.tensor([[*r.prompt, *c.tokens, *(length - len(c.tokens)) * [toy.END]] for r, c in texts])
+        last, following = ids[:, 1:-1], ids[:, 2:]
+        mask = (torch.arange(length) < torch.tensor([[len(c.tokens)] for c in done])).float()
+        zeros = torch.zeros_like(mask)
+        recorded = padded([c.logprobs for c in done], length)
+        found = Experience((ids[:, :1].expand_as(last), last, following), mask, recorded, zeros, zeros)
+        found.old_logprobs = self._logp(found).detach()
+        return found
 
-    def _logp(self, found: Responses) -> Tensor:
-        return self.policy.logits.log_softmax(-1)[self._places(found)] * found.mask
+    def _logp(self, found: Experience) -> Tensor:
+        return self.policy.logits.log_softmax(-1)[found.places] * found.mask
 
     def _value(self, found: Experience) -> Tensor:
-        task, last, _ = self._places(found)
+        task, last, _ = found.places
         return self.values[task, last, torch.arange(found.length)]
 
     def _advantages(self, found: Experience, rewards: Tensor) -> None:
@@ -158,17 +185,17 @@ class Run:
             normal = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
             found.advantages = normal.flatten()[:, None] * found.mask
             return
-        values = self._value(found).detach()
+        found.values = self._value(found).detach()
         totals = token_rewards(rewards, torch.zeros_like(found.mask), found.mask, 0.0)
-        advantages, returns = gae(totals, values, found.mask, gamma=1.0, lam=1.0)
-        found.critic = ValueTargets(values, returns)
+        advantages, found.returns = gae(totals, found.values, found.mask, gamma=1.0, lam=1.0)
         found.advantages = whiten(advantages, found.mask)
 
     def _update(self, found: Experience) -> None:
         """One optimiser step in which every token weighs the same."""
-        loss = policy_loss(self._logp(found), found.old_logprobs, found.advantages, low=CLIP, high=CLIP)
-        if found.critic is not None:
-            loss = loss + value_loss(self._value(found), found.critic.values, found.critic.returns, 0.0)
+        ratio = (self._logp(found) - found.old_logprobs).exp()
+        loss = -torch.minimum(ratio * found.advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * found.advantages)
+        if found.values is not None and found.returns is not None:
+            loss = loss + value_loss(self._value(found), found.values, found.returns, 0.0)
         self.optimizer.zero_grad()
         ((loss * found.mask).sum() / found.mask.sum()).backward()
         self.optimizer.step()
@@ -197,21 +224,15 @@ class Run:
         for i, c in enumerate(done):
             reused[i, : len(c.tokens)] = torch.tensor(c.reused)
         gap = ((found.rollout_logprobs - found.old_logprobs) * found.mask).abs()
-        stored = ((padded(done, found.length) - found.old_logprobs) * found.mask).abs()
+        stored = ((padded([c.behaviour_logprobs for c in done], found.length) - found.old_logprobs) * found.mask).abs()
         for name, values in (("reused", gap[reused]), ("new", gap[~reused]), ("stored", stored[reused])):
             if values.numel():
                 self.outcome.recorded[name] = max(self.outcome.recorded[name], values.max().item())
-        low, high = (
-            clipped(found.old_logprobs, found.rollout_logprobs, side, low=CLIP, high=CLIP)
-            for side in (-found.mask, found.mask)
-        )
-        share = ((low[0] + high[1]) * found.mask).sum() / found.mask.sum()
+        ratio = (found.old_logprobs - found.rollout_logprobs).exp()
+        share = (((ratio < 1 - CLIP) | (ratio > 1 + CLIP)) * found.mask).sum() / found.mask.sum()
         self.outcome.clipped = max(self.outcome.clipped, share.item())
 
 
-def padded(done: Sequence[Completion], length: int) -> Tensor:
-    """Log-probs of the distributions that produced the tokens, 0 where padded [B, length]."""
-    out = torch.zeros(len(done), length)
-    for i, c in enumerate(done):
-        out[i, : len(c.tokens)] = torch.tensor(c.behaviour_logprobs)
-    return out
+def padded(rows: Sequence[Sequence[float]], length: int) -> Tensor:
+    """Rows of numbers as a tensor [B, length], right-padded with 0."""
+    return torch.tensor([[*row, *(length - len(row)) * [0.0]] for row in rows])

@@ -66,6 +66,7 @@ WRONG = [
     ("trainer.precision=pure_bf16 lora.rank=4", "trainer.precision=pure_bf16", "trainer.precision=bf16."),
     (f"{PPO} trainer.kl_target=0.1", "trainer.kl_target=0.1", "trainer.beta=0.05."),
     (f"{PPO} trainer.advantage=rloo rollout.group_size=1", "trainer.advantage=rloo", "rollout.group_size=8."),
+    (f"{PPO} rollout.group_size=1 trainer.prompts_per_step=1", "rollout.group_size=1", "rollout.group_size=2."),
     (f"{PPO} trainer.minibatches=3", "trainer.minibatches=3", "trainer.minibatches=2."),
     (f"{PPO} trainer.minibatches=4 trainer.rows_per_pass=16", "trainer.rows_per_pass=16", "trainer.rows_per_pass=8."),
     (f"{PPO} trainer.minibatches=4 trainer.rows_per_pass=3", "rows_per_pass=3", "trainer.rows_per_pass=2."),

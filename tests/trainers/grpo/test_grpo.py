@@ -14,7 +14,8 @@ import specrl.trainers.grpo.trainer as grpo
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.types import RolloutError
 from specrl.trainers.config import TrainerConfig
-from specrl.trainers.grpo.trainer import EpochRepeatSampler, grpo_config
+from specrl.trainers.grpo.arguments import grpo_config
+from specrl.trainers.grpo.trainer import EpochRepeatSampler
 from tests.runs import differences, logs, policy, run
 
 DIFFERENCE = "sampling/sampling_logp_difference/max"
@@ -71,8 +72,8 @@ def test_a_trl_without_a_needed_name_is_refused_before_it_builds_a_trainer(monke
 def configure(trainer=None, rollout=None, **more):
     options = {"output_dir": Path("out"), "seed": 3, "cpu": True, "world": 1, "trackers": [], **more}
     return grpo_config(
-        replace(TrainerConfig(), prompts_per_step=4, **trainer or {}),
-        replace(RolloutConfig(), group_size=4, **rollout or {}),
+        replace(TrainerConfig(), **{"prompts_per_step": 4} | (trainer or {})),
+        replace(RolloutConfig(), **{"group_size": 4} | (rollout or {})),
         **options,
     )
 
@@ -102,6 +103,14 @@ def configure(trainer=None, rollout=None, **more):
         (
             {"trainer": {"scale_rewards": "none", "mask_truncated": True, "max_grad_norm": 0.3}},
             {"scale_rewards": "none", "mask_truncated_completions": True, "max_grad_norm": 0.3},
+        ),
+        (
+            {"trainer": {"algorithm": "ppo", "minibatches": 2, "entropy_bonus": 0.1, "mask_truncated": True}},
+            {"steps_per_generation": 2, "loss_type": "dapo", "entropy_coef": 0.1, "mask_truncated_completions": False},
+        ),
+        (
+            {"trainer": {"algorithm": "ppo", "prompts_per_step": 3}, "rollout": {"group_size": 1}},
+            {"num_generations": 1, "generation_batch_size": 3},
         ),
         ({"trainer": {"ratio": "sequence"}}, {"importance_sampling_level": "sequence", "epsilon": 3e-4}),
         ({"trainer": {"gradient_checkpointing": True}}, {"gradient_checkpointing": True, "bf16": False}),
@@ -401,15 +410,19 @@ def plain_log_probs(model, row, tokens) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
 
 
-def plain_loss(model, initial, got, kind, beta, counts) -> torch.Tensor:
-    """GRPO's loss of one rollout at the weights that sampled it: rows whose reward `counts`, divided by all of them."""
+def plain_loss(model, initial, got, kind, beta, counts, weighs=lambda ratio: ratio) -> torch.Tensor:
+    """GRPO's loss of one rollout at the weights that sampled it: rows whose reward `counts`, divided by all of them.
+
+    `weighs(ratio)` is the weight of the KL estimate: with the ratio its gradient is that of KL(policy, initial).
+    """
     rows = []
     advantages = expected_advantages(got.rewards)
     for row, c, reward, advantage in zip(got.rows, got.batch.completions, got.rewards, advantages, strict=True):
         if counts(reward):
             logp = plain_log_probs(model, row, c.tokens)
             gap = plain_log_probs(initial, row, c.tokens).detach() - logp
-            rows.append((logp - logp.detach()).exp() * (beta * (gap.exp() - 1 - gap) - advantage))
+            ratio = (logp - logp.detach()).exp()
+            rows.append(weighs(ratio) * beta * (gap.exp() - 1 - gap) - ratio * advantage)
     everyone = [len(c.tokens) for c in got.batch.completions]
     if kind == "grpo":
         return sum(row.mean() for row in rows) / len(everyone)
@@ -419,12 +432,15 @@ def plain_loss(model, initial, got, kind, beta, counts) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo"])
 def test_rows_without_a_reward_have_no_gradient(tmp_path, kind):
-    """Planted fault: they stay in the KL penalty."""
+    """Planted faults: they stay in the KL penalty; a KL estimate without the ratio."""
     initial, held = AutoModelForCausalLM.from_pretrained(policy()), []
 
     def losses(model):
-        for counts in (lambda reward: reward is not None, lambda reward: True):
-            yield plain_loss(model, initial, held[0].train_batch, kind, 0.5, counts)
+        def scored(reward):
+            return reward is not None
+
+        for faults in ([scored], [lambda reward: True], [scored, torch.ones_like]):
+            yield plain_loss(model, initial, held[0].train_batch, kind, 0.5, *faults)
 
     gradients = Gradients(losses)
     options = {"reward__functions": "[tests.runs:some_digits]", "reward__max_failure_ratio": 1, "trainer__loss": kind}
@@ -432,8 +448,9 @@ def test_rows_without_a_reward_have_no_gradient(tmp_path, kind):
     options |= {"trainer__max_steps": 3, "trainer__learning_rate": 1e-2}
     record = run(tmp_path, lambda t: (held.append(t.rollouts), t.add_callback(gradients)), **options)
     assert all(0 < step.rewards.count(None) < 16 for step in record.steps)
-    assert max(right for right, _ in gradients.errors) < 1e-5
-    assert min(planted for _, planted in gradients.errors[1:]) > 0.01, "where the policy has left the initial one"
+    assert max(right for right, *_ in gradients.errors) < 1e-5
+    planted = [error for _, *errors in gradients.errors[1:] for error in errors]
+    assert min(planted) > 0.01, "where the policy has left the initial one"
 
 
 def test_truncated_responses_that_are_left_out_are_still_in_the_baseline(tmp_path):

@@ -1,19 +1,19 @@
 """PPO: speculation and resuming change no result, and masks are respected."""
 
-import json
 import shutil
-from collections import Counter
-from dataclasses import replace
 from itertools import pairwise
 from math import isfinite
 from statistics import mean
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from specrl.trainers.ppo.objectives import rloo
-from tests.runs import SHORT, Recording, differences, recorded, run
+from specrl.trainers.ppo.trainer import STATE
+from tests.runs import SHORT, Recording, differences, logs, recorded, run
+from tests.trainers.grpo.test_grpo import tap
 
 PER_EPOCH = 3
 DIFFERENCE = "sampling/sampling_logp_difference/max"
@@ -31,10 +31,6 @@ def ppo(folder, prepare=lambda trainer: None, **options) -> Recording:
 def runs(**options) -> Recording:
     """The recording of such a run, cached."""
     return recorded(**BASE | options)
-
-
-def logs(record: Recording) -> list[dict]:
-    return record.trainer.state.log_history
 
 
 # Speculation on and off ----------------------------------------------------------------------------------------------
@@ -74,10 +70,8 @@ def test_the_exact_run_is_the_plain_run(name):
     assert sum(step.reuse for step in later) / len(later) > 0.1 > 0 == sum(step.reuse for step in off.steps)
     assert all(step.metrics["spec/draft_acceptance_rate"] < 1 for step in later), "some drafts were rejected"
     assert {f for step in exact.steps for f in step.finish} == {"stop", "length"}
-    before = AutoModelForCausalLM.from_pretrained(exact.trainer.policy.config.name_or_path).state_dict()
-    moved = [not torch.equal(before[n.removeprefix("policy.")], w) for n, w in exact.weights.items() if "lora" not in n
-             and n.removeprefix("policy.") in before]  # fmt: skip
-    assert all(moved) or name == ADAPTERS
+    before = AutoModelForCausalLM.from_pretrained(exact.trainer.model.config.name_or_path).state_dict()
+    assert all(not torch.equal(before[n], w) for n, w in exact.weights.items() if n in before)
     assert all(map(isfinite, exact.losses))
 
 
@@ -124,8 +118,9 @@ def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, at, options):
     options["rollout__sources"] = "[prefix]"
     full = ppo(tmp_path, **options)
     checkpoints = tmp_path / "run" / "checkpoints"
-    assert {path.name for path in checkpoints.iterdir()} == {f"checkpoint-{n}" for n in range(2, 13, 2)}
-    for path in checkpoints.iterdir():
+    saved = sorted(checkpoints.glob("checkpoint-*"))
+    assert {path.name for path in saved} == {f"checkpoint-{n}" for n in range(2, 13, 2)}
+    for path in saved:
         if int(path.name.partition("-")[2]) > at:
             shutil.rmtree(path)
     rest = ppo(tmp_path, resume="auto", **options)
@@ -138,8 +133,8 @@ def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, at, options):
     assert len(rest.losses) * 12 == len(full.losses) * (12 - at)
     assert differences(expected, rest) == []
     assert [s.reused for s in rest.steps] == [s.reused for s in expected.steps], "the cache was resumed as well"
-    timed = ("timing_s/", "perf/", "spec/plain_s")
-    for a, b in zip(logs(full)[at:], logs(rest), strict=True):
+    timed = ("timing_s/", "perf/", "spec/plain_s", "step_time")
+    for a, b in zip(logs(full)[at:], logs(rest)[at:], strict=True):
         assert {k: v for k, v in a.items() if not k.startswith(timed)} == {
             k: v for k, v in b.items() if not k.startswith(timed)
         }
@@ -150,81 +145,61 @@ def test_control_a_forgotten_optimiser_is_seen(tmp_path):
     full = ppo(tmp_path, **options)
     for at in (4, 6, 8):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / f"checkpoint-{at}")
-    forget = {"prepare": lambda trainer: trainer.add_callback(Forget(trainer.optimizer))}
-    rest = ppo(tmp_path, resume="auto", **forget, **options)
+    rest = ppo(tmp_path, lambda trainer: trainer.add_callback(Forget()), resume="auto", **options)
     assert "weights" in differences(Recording(full.trainer, full.folder, full.steps[1:], full.losses[2:]), rest)
 
 
-class Forget:
-    def __init__(self, optimizer):
-        self._optimizer = optimizer
-
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: self._optimizer.state.clear() if name == "on_train_begin" else None
-
-
-def trained_on(pieces: list):
-    """Collects the training data of each pass of an update; with one minibatch that is the complete rollout."""
-
-    def prepare(trainer):
-        training_step = trainer.training_step
-
-        def listened(piece, *args):
-            pieces.append(piece)
-            return training_step(piece, *args)
-
-        trainer.training_step = listened
-
-    return prepare
+class Forget(TrainerCallback):
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+        optimizer.state.clear()
 
 
 # Masks ----------------------------------------------------------------------------------------------------------------
 
 
-def gradients(trainer, piece) -> dict[str, torch.Tensor]:
-    trainer.optimizer.zero_grad()
-    trainer.training_step(piece, piece.mask.sum(), Counter())
+def gradients(trainer, inputs) -> dict[str, torch.Tensor]:
+    trainer.model.zero_grad()
+    trainer._compute_loss(trainer.model, inputs).backward()
     return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
 
 
 def test_padding_and_rows_left_out_have_no_influence(tmp_path):
-    pieces, options = [], {"trainer__minibatches": 1, "trainer__beta": 0.1, "trainer__kl_penalty": "loss"}
-    trainer = ppo(tmp_path, trained_on(pieces), trainer__max_steps=1, **options).trainer
-    (piece,) = pieces
-    piece.mask[3] = 0  # a row without a reward
-    other = replace(piece, ids=piece.ids.clone())
+    found, options = [], {"trainer__minibatches": 1, "trainer__beta": 0.1, "trainer__kl_penalty": "loss"}
+    trainer = ppo(tmp_path, tap(found), trainer__max_steps=1, **options).trainer
+    (inputs,) = found
+    inputs["completion_mask"][3] = 0  # a row without a reward
+    mask = inputs["completion_mask"].bool()
     noise = torch.Generator().manual_seed(0)
-
-    def spoiled(tensor):
-        return torch.where(piece.mask.bool(), tensor, torch.randn(tensor.shape, generator=noise))
-
-    for name in ("old_logprobs", "advantages", "reference_logprobs"):
-        setattr(other, name, spoiled(getattr(piece, name)))
-    other.critic = piece.critic._replace(values=spoiled(piece.critic.values), returns=spoiled(piece.critic.returns))
-    other.ids[3, -piece.length :] = 7
-    assert (piece.mask == 0).sum() > 40
-    base, same = gradients(trainer, piece), gradients(trainer, other)
+    names = ("old_per_token_logps", "advantages", "ref_per_token_logps", "old_values", "returns")
+    spoiled = {name: torch.where(mask, inputs[name], torch.randn(mask.shape, generator=noise)) for name in names} | {
+        "completion_ids": inputs["completion_ids"].clone()
+    }
+    spoiled["completion_ids"][3] = 7
+    assert (~mask).sum() > 40
+    base, same = gradients(trainer, inputs), gradients(trainer, inputs | spoiled)
+    assert any("critic" in name for name in base)
     assert all(torch.equal(base[name], same[name]) for name in base)
-    planted = replace(other, mask=torch.ones_like(piece.mask))  # without the mask
-    assert not all(torch.equal(base[name], grad) for name, grad in gradients(trainer, planted).items())
+    planted = gradients(trainer, inputs | spoiled | {"completion_mask": torch.ones_like(inputs["completion_mask"])})
+    assert not all(torch.equal(base[name], grad) for name, grad in planted.items()), "without the mask"
 
 
 def test_failed_rewards_are_masked_and_counted(tmp_path):
     reward = {"reward__functions": "[tests.runs:some_digits]", "reward__max_failure_ratio": 1}
     reward |= {"trainer__advantage": "rloo", "trainer__minibatches": 1}
-    pieces = []
-    record = ppo(tmp_path, trained_on(pieces), **reward)
+    found = []
+    record = ppo(tmp_path, tap(found), **reward)
     for step, log in zip(record.steps, logs(record), strict=True):
         scored = [r for r in step.rewards if r is not None]
         assert 1 < step.rewards.count(None) < 16, "never a zero"
         assert log["reward/failed"] == step.rewards.count(None)
         assert log["reward"] == pytest.approx(mean(scored))
-    experience = pieces[-1]
-    left_out = [i for i, r in enumerate(record.steps[-1].rewards) if r is None]
-    assert experience.mask[left_out].sum() == experience.advantages[left_out].abs().sum() == 0
+    rewards, inputs = record.steps[-1].rewards, found[-1]
+    left_out = [i for i, r in enumerate(rewards) if r is None]
+    assert inputs["completion_mask"][left_out].sum() == inputs["advantages"][left_out].abs().sum() == 0
+    assert inputs["num_items_in_batch"] == inputs["completion_mask"].sum(), "no denominator counts them"
     for i in range(0, 16, 4):
-        group = [r for r in record.steps[-1].rewards[i : i + 4] if r is not None]
-        for r, advantages in zip(record.steps[-1].rewards[i : i + 4], experience.advantages[i : i + 4], strict=True):
+        group = [r for r in rewards[i : i + 4] if r is not None]
+        for r, advantages in zip(rewards[i : i + 4], inputs["advantages"][i : i + 4], strict=True):
             if r is not None and len(group) > 1:
                 want = r - (sum(group) - r) / (len(group) - 1)
                 assert advantages[0].item() == pytest.approx(want, abs=1e-6)
@@ -235,18 +210,19 @@ def test_failed_rewards_are_masked_and_counted(tmp_path):
 def test_truncated_responses_that_are_left_out_are_still_in_the_baseline(tmp_path, advantage):
     """The others' advantages are those of a run that trains on all rows, as in GRPO."""
     options = {"trainer__minibatches": 1, "trainer__advantage": advantage, "trainer__max_steps": 1}
-    pieces = []
+    found = []
     for masked in (False, True):
-        record = ppo(tmp_path, trained_on(pieces), name=f"{masked}", trainer__mask_truncated=masked, **options)
-    all_rows, part = pieces
+        record = ppo(tmp_path, tap(found), name=f"{masked}", trainer__mask_truncated=masked, **options)
+    all_rows, part = found
     ended = torch.tensor([f == "stop" for f in record.steps[0].finish])
     assert 0 < ended.sum() < len(ended)
-    assert torch.equal(all_rows.advantages[ended], part.advantages[ended])
-    assert (all_rows.mask.sum(-1) > 0).all(), "without the option all are trained on"
-    assert torch.equal(part.mask, all_rows.mask * ended[:, None])
+    assert torch.equal(all_rows["advantages"][ended], part["advantages"][ended])
+    assert (all_rows["completion_mask"].sum(-1) > 0).all(), "without the option all are trained on"
+    assert torch.equal(part["completion_mask"], all_rows["completion_mask"] * ended[:, None])
+    assert part["num_items_in_batch"] == part["completion_mask"].sum()
     if advantage == "rloo":  # planted fault: a baseline of only the responses that ended
         rewards = torch.tensor(record.steps[0].rewards).masked_fill(~ended, torch.nan)
-        assert not torch.allclose(rloo(rewards, 4)[ended], part.advantages[ended, 0], atol=1e-3)
+        assert not torch.allclose(rloo(rewards, 4)[ended], part["advantages"][ended, 0], atol=1e-3)
 
 
 # Options --------------------------------------------------------------------------------------------------------------
@@ -277,14 +253,22 @@ def test_an_adapter_is_trained_saved_and_loads(tmp_path):
     record = ppo(tmp_path, lora__rank=2, trainer__max_steps=2)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", local_files_only=True)
     assert any("lora" in name for name in model.state_dict())
-    saved = json.loads((tmp_path / "run" / "checkpoints" / "checkpoint-2" / "progress.json").read_text())
-    assert saved["global_step"] == 2
-    base = [n for n, p in record.trainer.policy.named_parameters() if p.requires_grad and "lora" not in n]
-    assert base == []
+    trained = [n for n, p in record.trainer.model.named_parameters() if p.requires_grad]
+    assert all("lora" in name or "critic.head" in name for name in trained)
+
+
+def test_the_critic_is_in_checkpoints_and_not_in_the_model(tmp_path):
+    record = ppo(tmp_path, trainer__critic__model="separate", trainer__max_steps=2)
+    critic = record.trainer.critic.state_dict()
+    saved = load_file(record.folder / "checkpoints" / "checkpoint-2" / STATE)
+    assert saved.keys() - {"beta"} == critic.keys()
+    assert all(torch.equal(saved[name], weight) for name, weight in critic.items())
+    for folder in ("model", "checkpoints/checkpoint-2"):
+        assert not any("critic" in name for name in load_file(record.folder / folder / "model.safetensors"))
 
 
 def test_bf16_and_gradient_checkpointing_run(tmp_path):
     record = ppo(tmp_path, trainer__max_steps=4, trainer__precision="bf16", trainer__gradient_checkpointing="true")
-    assert (record.trainer.policy.dtype, record.trainer.rollouts.engine.model.dtype) == (torch.float32, torch.bfloat16)
-    assert record.trainer.accelerator.unwrap_model(record.trainer.model).value.weight.dtype == torch.float32
+    assert (record.trainer.model.dtype, record.trainer.rollouts.engine.model.dtype) == (torch.float32, torch.bfloat16)
+    assert record.trainer.critic.head.weight.dtype == torch.float32
     assert all(map(isfinite, record.losses))
