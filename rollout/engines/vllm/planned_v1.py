@@ -133,14 +133,17 @@ class KeyedDrafter:
             if name not in self._states:
                 self._states[name] = _state_of(request)
             state = self._states[name]
+            source = ""
             if state is not None and self.drafts is not None:
-                state.terms = self.drafts.rows[name].sampling.terms  # vLLM raises temperatures below 0.01
+                row = self.drafts.rows[name]
+                state.terms = row.sampling.terms  # vLLM raises temperatures below 0.01
+                source = row.draft.source
             if state is not None and not part:
                 draft = tokens[first - i : first - i + count]
                 if draft and draft[-1] < 0:
                     draft = [token for token in draft if token >= 0]
                 position = request.num_tokens - state.start
-                verified.append(Verified(i, name, state, position, first, len(draft) + 1, Draft(draft)))
+                verified.append(Verified(i, name, state, position, first, len(draft) + 1, Draft(draft, source)))
             first += count + 1
         return verified
 

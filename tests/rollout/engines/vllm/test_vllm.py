@@ -105,6 +105,7 @@ def test_all_accepted_all_rejected_and_one_mismatch(engine_of, golden):
     done, stats = engine.generate(requests_of(cases, [Script(all_wrong(t)) for t in texts]))
     assert differing(done, want, 1e-4) == []
     assert stats.accepted == 0 < stats.drafted
+    assert stats.sources == {"custom": (stats.drafted, 0)}, "drafts are counted by their source"
     assert [c.passes for c in done] == [len(t) for t in texts]
     assert not any(any(c.reused) for c in done)
 
