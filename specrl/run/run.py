@@ -202,6 +202,9 @@ def build_trainer(
         world=PartialState(cpu=cpu).num_processes,
         trackers=config.report.trackers,
     )
+    arguments.trust_remote_code = config.trust_remote_code
+    if config.revision and config.trainer.beta:  # TRL loads the reference policy by its name
+        arguments.model_init_kwargs = {"revision": config.revision}
     lora = adapter(config.lora, model) if config.lora.rank or config.lora.targets else None
     return trainer_class(model, arguments, tokenizer, setup, lora)
 

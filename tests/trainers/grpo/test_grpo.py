@@ -33,6 +33,19 @@ def rewritten(trainer, change):
     trainer._generate_and_score_completions = changed
 
 
+def test_the_reference_policy_is_of_the_run_s_revision(tmp_path, monkeypatch):
+    """TRL loads it by name."""
+    loaded: list[dict] = []
+
+    def load(name, **options):
+        loaded.append(options)
+        return AutoModelForCausalLM.from_pretrained(name)
+
+    monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", load)
+    run(tmp_path, revision="v2", trainer__beta=0.1, trainer__max_steps=1)
+    assert [options["revision"] for options in loaded] == ["v2"]
+
+
 def tap(outputs: list):
     """Collects the loss's input from each rollout."""
     return lambda trainer: rewritten(trainer, lambda out: outputs.append(dict(out)))
