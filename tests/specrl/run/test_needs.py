@@ -30,8 +30,8 @@ def start(tmp_path, monkeypatch, capsys):
         ("config=judge_math", "python -m specrl.drafter out=outputs/weak ("),
         (
             f"config=arbitrage_math rollout.drafter={TINY_PATH} rollout.acceptance=routed",
-            "rollout.routed.path=outputs/router does not exist, which rollout.routed.by=arbitrage needs. Make it "
-            "first, with this run's config: python -m specrl.train_router out=outputs/router (",
+            "rollout.routed.path=outputs/router does not exist. Make it first, with this run's config: python -m "
+            "specrl.train_router out=outputs/router (",
         ),
         (
             f"config=judge_math rollout.drafter={TINY_PATH} rollout.acceptance=judged",
