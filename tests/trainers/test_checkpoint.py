@@ -325,6 +325,17 @@ def test_a_run_goes_on_from_the_older_checkpoint_and_ends_as_the_uninterrupted_o
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("algorithm", [{}, {"config": "ppo_math"}], ids=["grpo", "ppo"])
+def test_a_finished_run_that_is_resumed_takes_no_step(tmp_path, algorithm):
+    """transformers takes one where max_steps ends a run within an epoch."""
+    options = algorithm | {"trainer__max_steps": 2, "trainer__save_every": 1}
+    whole = run(tmp_path, **options)
+    again = run(tmp_path, resume="auto", **options)
+    assert (len(whole.steps), len(again.steps)) == (2, 0)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert max(json.loads(line)["step"] for line in lines) == 2
+
+
 def test_when_all_are_damaged_the_run_stops_in_one_line_and_touches_nothing(recorded, copied, tmp_path, capsys):
     for path in copied.glob("checkpoint-*"):
         next(path.glob("*.safetensors")).write_bytes(b"")

@@ -110,6 +110,13 @@ class GRPOTrainerWithReuse(GRPOTrainer):
             self._metrics["train"][name] = [value]
         super().log(logs, start_time)
 
+    def _run_epoch(self, *args: Any, **options: Any) -> None:
+        """transformers takes a step before it asks whether a resumed run with max_steps is finished."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **options)
+
     def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochRepeatSampler:
         return self._sampler(lambda: self.rollouts.epoch)
 
