@@ -25,11 +25,11 @@ from specrl.config import load as cli
 from specrl.config import options
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
-from specrl.models.machine import machine
 from specrl.results import tables
 from specrl.results.records import epoch, load_run, number
 from specrl.rollout.sections import doc
 from specrl.rollout.types import RolloutError
+from specrl.run.machine import machine
 
 TURNS_FILE = "turns.json"
 WEIGHTS = "model/model.safetensors"

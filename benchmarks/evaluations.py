@@ -21,12 +21,12 @@ from benchmarks.ahead import rounded
 from specrl.config import load as cli
 from specrl.config import options
 from specrl.config.schema import Config
-from specrl.models.machine import machine
 from specrl.results import tables
 from specrl.results.records import EVALUATION_COST, load_run
 from specrl.rollout.sections import doc
 from specrl.rollout.types import RolloutError
 from specrl.run import stored_texts
+from specrl.run.machine import machine
 
 SETTINGS = {
     "config": "grpo_math",

@@ -23,9 +23,9 @@ from benchmarks import picture
 from benchmarks.pages import PAGES, RESULTS, ROOT, rendered
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
-from specrl.models.machine import machine
 from specrl.results.report import write_report
 from specrl.rollout.sections import doc
+from specrl.run.machine import machine
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 NO_EVALUATION = "trainer.eval_prompts=0"

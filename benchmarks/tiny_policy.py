@@ -1,4 +1,4 @@
-"""The recipe of the embedded policy: 1.2 M parameters that solve half of `specrl.data.tasks.arithmetic`.
+"""The recipe of the embedded policy: 1.2 M parameters that solve half of `specrl.run.tasks.arithmetic`.
 
     python -m benchmarks.tiny_policy out=DIR [steps=N] [blur=X] [batch=N] [seed=N]
     python -m specrl.evaluate config=grpo_math model=DIR
@@ -27,9 +27,9 @@ from transformers import (
 
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
-from specrl.data import tasks
-from specrl.data.tasks import Problem, arithmetic
 from specrl.rollout.sections import doc
+from specrl.run import tasks
+from specrl.run.tasks import Problem, arithmetic
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 IGNORE = -100  # the label torch's cross entropy skips
@@ -52,7 +52,7 @@ class Recipe:
 def build_tokenizer(further: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """A closed vocabulary: one token per digit, operator and mark, and words together with their leading space.
 
-    `decode(encode(text)) == text` for every text of `specrl.data.tasks`; anything else becomes "<unk>".
+    `decode(encode(text)) == text` for every text of `specrl.run.tasks`; anything else becomes "<unk>".
 
     Args: further: tokens besides these, such as marks of a chat template.
     """

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from benchmarks.tiny_policy import DATA_SEED, IGNORE, blur, build_model, build_tokenizer, train
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
-from specrl.data.tasks import Problem, arithmetic
 from specrl.rollout.sections import doc
+from specrl.run.tasks import Problem, arithmetic
 from specrl.tiny import load_tiny
 
 USER, ASSISTANT, TOOL, CALL, END = "<user>", "<assistant>", "<tool>", "<call>", "</call>"

@@ -19,13 +19,13 @@ from datasets import Dataset
 
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
-from specrl.data.tasks import arithmetic
-from specrl.models.machine import machine
 from specrl.results import tables
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.sections import doc
+from specrl.run.machine import machine
+from specrl.run.tasks import arithmetic
+from specrl.run.tools import calculate
 from specrl.tiny import TOOLS_PATH, load_tiny_tools
-from specrl.tools.functions import calculate
 from specrl.trainers.scored import Generated
 
 

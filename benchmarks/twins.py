@@ -26,12 +26,12 @@ from benchmarks.ahead import WEIGHTS, rounded
 from specrl.config import load as cli
 from specrl.config import options
 from specrl.config.schema import Config
-from specrl.models.machine import machine
 from specrl.results import tables
 from specrl.results.records import epoch, load_run, mean, total
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.sections import doc
 from specrl.rollout.types import RolloutError
+from specrl.run.machine import machine
 from specrl.tiny import load_tiny
 
 PASS_S, ROW_S, TOKEN_S, ASK_S = 10e-3, 2e-5, 3e-5, 2e-4

@@ -7,7 +7,7 @@ import torch
 
 from specrl.reward.answers import marked_answer
 from specrl import EngineSpec, Fingerprint, RolloutConfig, Row, SpeculativeRollout, TrajectoryCache, build_engine
-from specrl.data.tasks import arithmetic
+from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
 
 model, tokenizer = load_tiny()

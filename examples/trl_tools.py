@@ -5,7 +5,7 @@ python examples/trl_tools.py
 
 from datasets import Dataset
 from specrl import reusing  # (1)
-from specrl.data.tasks import arithmetic
+from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny_tools
 from trl import GRPOConfig, GRPOTrainer
 

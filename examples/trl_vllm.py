@@ -5,7 +5,7 @@ python examples/trl_vllm.py
 
 from datasets import Dataset
 from specrl import reusing  # (1)
-from specrl.models.policy import TINY_PATH
+from specrl.run.policy import TINY_PATH
 from trl import GRPOConfig, GRPOTrainer
 
 prompts = ("Tom has 30 pens. He buys 12, sells 20, finds 15. How many pens does Tom have now?\n",)

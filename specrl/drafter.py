@@ -26,7 +26,7 @@ from specrl.rollout.sections import doc
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from specrl.data.examples import Example
+    from specrl.run.data import Example
     from specrl.trainers.cotraining.texts import Text
 
 SAMPLED_TOGETHER = 256  # responses per line of progress
@@ -66,9 +66,9 @@ class DrafterOptions(Config):
 
 
 def main(options: DrafterOptions) -> int:
-    from specrl.data.prompts import render
-    from specrl.models.policy import load_policy
+    from specrl.run.policy import load_policy
     from specrl.run.preflight import check_out
+    from specrl.run.prompts import render
 
     check_out(options.out)
     if options.bits and options.bits < 2:
@@ -95,7 +95,7 @@ def main(options: DrafterOptions) -> int:
 
 def examples(options: DrafterOptions) -> tuple[list[Example], list[Example]]:
     """Prompts to distil on, and others of the same split to test on. Raises ConfigError if there is one only."""
-    from specrl.data.examples import load_examples
+    from specrl.run.data import load_examples
 
     wanted = options.prompts + max(16, options.prompts // 16)
     generated = options.data == "arithmetic"

@@ -10,7 +10,7 @@ import platform
 import subprocess
 from pathlib import Path
 
-from specrl.models.machine import SUPPORTED, anonymous, gpus, installed, usable
+from specrl.run.machine import SUPPORTED, anonymous, gpus, installed, usable
 
 OPTIONAL = {"trl", "accelerate", "datasets", "math-verify", "vllm", "ray"}
 SHOWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "WORLD_SIZE")

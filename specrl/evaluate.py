@@ -56,8 +56,8 @@ class Serving(NamedTuple):
 @contextmanager
 def serving(config: Config) -> Iterator[Serving]:
     """The policy of the config, loaded into an engine in this process, without the run's workers."""
-    from specrl.models.policy import engine_spec, load_policy
     from specrl.rollout.build import build_engine
+    from specrl.run.policy import engine_spec, load_policy
 
     config.cluster.num_workers = 0
     model, tokenizer, eos_ids = load_policy(config)
@@ -70,10 +70,10 @@ def serving(config: Config) -> Iterator[Serving]:
 
 
 def main(config: EvaluateConfig) -> int:
-    from specrl.evaluation.accuracy import evaluate
     from specrl.reward.loading import load_rewards
     from specrl.rollout.speculative import SpeculativeRollout
     from specrl.run import preflight
+    from specrl.run.accuracy import evaluate
 
     (examples,) = preflight.check(config, training=False).values()
     with closing(load_rewards(config.reward)) as rewards, serving(config) as served:
@@ -92,7 +92,7 @@ def main(config: EvaluateConfig) -> int:
 def texts_of_run(config: EvaluateConfig, served: Serving) -> TrajectoryCache | None:
     """The texts of the run's last evaluation. Those that do not fit are left out with a warning: only time depends on
     them."""
-    from specrl.evaluation.accuracy import last_texts
+    from specrl.run.accuracy import last_texts
     from specrl.trainers.checkpoint import EVALUATIONS
 
     folder = Path(find_run(config.run)) / EVALUATIONS if config.run else None

@@ -32,12 +32,12 @@ class GenerateConfig(Config):
 def main(config: GenerateConfig) -> int:
     from rich.console import Console
 
-    from specrl.data.examples import Example, framed
-    from specrl.data.prompts import render
     from specrl.evaluate import serving
-    from specrl.evaluation.accuracy import requests
-    from specrl.evaluation.completions import pieces
     from specrl.run import preflight
+    from specrl.run.accuracy import requests
+    from specrl.run.completions import pieces
+    from specrl.run.data import Example, framed
+    from specrl.run.prompts import render
 
     read = preflight.check(config, training=False)
     asked = Example("prompt", config.prompt, None, {})
@@ -45,7 +45,7 @@ def main(config: GenerateConfig) -> int:
     with serving(config) as served:
         tokenizer = served.tokenizer
         if config.dataset.tools:
-            from specrl.tools.toolbox import conversations
+            from specrl.run.toolbox import conversations
 
             done = [c.whole() for c in conversations(served.engine, tokenizer, examples, config, "generate")[0]]
         else:

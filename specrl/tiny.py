@@ -1,4 +1,4 @@
-"""Loads the embedded policies, models of 1.2 M parameters that solve half of `specrl.data.tasks.arithmetic`.
+"""Loads the embedded policies, models of 1.2 M parameters that solve half of `specrl.run.tasks.arithmetic`.
 
 `benchmarks/tiny_policy.py` trains the first, and `benchmarks/tiny_tools.py` the one that calls a calculator.
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from specrl.models.policy import TINY_PATH, TOOLS_PATH
+from specrl.run.policy import TINY_PATH, TOOLS_PATH
 
 
 def load(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -70,8 +70,8 @@ def watch(run: Run, monitor: Monitor | None) -> None:
     Processes without a monitor also take part in evaluations, because gathering sharded weights is a collective
     operation.
     """
-    from specrl.evaluation.accuracy import evaluate
-    from specrl.evaluation.completions import show, store
+    from specrl.run.accuracy import evaluate
+    from specrl.run.completions import show, store
     from specrl.trainers.callbacks import Record
 
     options = run.config.trainer

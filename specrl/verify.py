@@ -22,10 +22,10 @@ from specrl.rollout.sections import doc
 
 if TYPE_CHECKING:
     from specrl.config.schema import Config
-    from specrl.data.examples import Example
     from specrl.evaluate import Serving
     from specrl.rollout.receipts import Receipt
     from specrl.rollout.types import Completion, Request
+    from specrl.run.data import Example
 
 NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.1}
 """Gap between the scores of two tokens below which another machine may sample the other one, by the weights' dtype."""
@@ -119,7 +119,7 @@ def wrong_rows(receipts: Sequence[Receipt], examples: Mapping[str, Example], con
 
 def weights(folder: Path, config: Config) -> dict[int, str]:
     """The model of each step that has one: the initial one, and those of complete checkpoints."""
-    from specrl.models import policy
+    from specrl.run import policy
     from specrl.trainers.checkpoint import completed
 
     saved = {c.step: str(c.path) for c in completed(folder / "checkpoints") if not policy.flaw(c.path)}
@@ -145,8 +145,8 @@ def chosen(step: int, models: Mapping[int, str], recorded: Mapping[int, object],
 
 def same_examples(config: Config, served: Serving, about: Mapping) -> dict[str, Example]:
     """The training prompts by id. Raises ConfigError if they have changed since the run."""
-    from specrl.data.examples import load_examples
-    from specrl.data.prompts import chat_template
+    from specrl.run.data import load_examples
+    from specrl.run.prompts import chat_template
     from specrl.run.run_dir import data_digests
 
     examples = load_examples(config.data, config.dataset, "train", config.seed)
@@ -182,10 +182,10 @@ def check(
     texts: Mapping[int, list[int]],
 ) -> list[Divergence]:
     """Decodes the rows plainly and names those that differ. Args: texts: of the log, by key."""
-    from specrl.data.prompts import render
     from specrl.rollout.keys import derive_key, generation
     from specrl.rollout.receipts import digest
     from specrl.rollout.types import Request
+    from specrl.run.prompts import render
 
     seed, cap = config.seed, config.rollout.max_new_tokens
     keys = []
@@ -212,8 +212,8 @@ def located(
     config: Config, served: Serving, receipt: Receipt, request: Request, drawn: Completion, text: list[int]
 ) -> Divergence:
     """Where a row leaves the text of the log, and by how much the drawn token was better."""
-    from specrl.models.policy import rollout_dtype
     from specrl.rollout.verify import accept_exact
+    from specrl.run.policy import rollout_dtype
 
     at = accept_exact(text, drawn.tokens[: len(text)])
     if at == len(text) or at == len(drawn.tokens):
@@ -246,8 +246,8 @@ def receipt_lines(
     folder: Path, step: int, receipts: Sequence[Receipt], differing: Sequence[Divergence], served: Serving
 ) -> list[str]:
     """The lines of the receipt."""
-    from specrl.models.machine import ENVIRONMENT_FILE
     from specrl.rollout.durable import read_json
+    from specrl.run.machine import ENVIRONMENT_FILE
     from specrl.run.run_dir import environment, rounding
 
     near = sum(row.near_tie for row in differing)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from specrl.models.machine import machine as host
+from specrl.run.machine import machine as host
 
 COMMIT = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
 

@@ -12,13 +12,13 @@ import random
 import statistics
 import sys
 
-from specrl.data.tasks import arithmetic
 from specrl.rollout.build import build_engine
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import EngineSpec
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Row, Trajectory
+from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
 
 

@@ -27,7 +27,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from specrl.bench.pair import perturbed
-from specrl.data.tasks import arithmetic
 from specrl.drafter import shortened
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.budget import Budget
@@ -38,6 +37,7 @@ from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import Head, HeadDrafter, load_drafter
 from specrl.rollout.keys import derive_key
 from specrl.rollout.types import Completion, EngineStats, Request
+from specrl.run.tasks import arithmetic
 from specrl.tiny import load, load_tiny
 from specrl.trainers.config import DrafterConfig
 from specrl.trainers.cotraining.trainer import DrafterTrainer

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from specrl.config import load as cli
-from specrl.data import tasks
-from specrl.data.tasks import Problem, arithmetic
 from specrl.rollout.sections import doc
+from specrl.run import tasks
+from specrl.run.tasks import Problem, arithmetic
 
 LEVEL, CAP = "easy", 100
 RUN = [
@@ -153,11 +153,11 @@ def policy(model: str, level: str, temperature: float, **sizes):
 
 def texts_of(old, examples: Sequence, count: int, first: int = 0) -> list:
     """`count` texts of a policy for each example, as a cache would hold them; `first` numbers the first example."""
-    from specrl.data.prompts import render
     from specrl.lossy.judging import Drafted
     from specrl.rollout.engines.local.engine import TransformersEngine
     from specrl.rollout.keys import derive_key
     from specrl.rollout.types import Request
+    from specrl.run.prompts import render
 
     owners = [(i, example, n) for i, example in enumerate(examples, first) for n in range(count)]
     cap = old.config.rollout.max_new_tokens
@@ -172,10 +172,10 @@ def texts_of(old, examples: Sequence, count: int, first: int = 0) -> list:
 def judged(work: Path, rewards) -> dict:
     """The judge of the run's stored texts: its ROC, and what it gains on texts of two older policies."""
     from benchmarks.tiny_policy import blur
-    from specrl.data.examples import load_examples
     from specrl.lossy.fit import fit_judge, roc_auc
     from specrl.lossy.judging import mismatches, read_cache
     from specrl.rollout.lossy.judge import JudgeHead
+    from specrl.run.data import load_examples
 
     run = prepare(work)
     most = max(TEST_PROBLEMS.values())
@@ -226,8 +226,8 @@ def on_texts(new, rules: dict, stored: Sequence, rewards) -> dict:
 
 def shares(to: str, temperature: float, rewards) -> dict:
     """Mismatches of the embedded policy's texts with a policy trained from it."""
-    from specrl.data.examples import load_examples
     from specrl.lossy.judging import mismatches, score
+    from specrl.run.data import load_examples
 
     old, new = (policy(name, "medium", temperature, dataset__train_size=64) for name in ("tiny", to))
     stored = texts_of(old, load_examples("arithmetic", new.config.dataset, "train", 0), 1)

@@ -70,9 +70,9 @@ class Point:
 
 
 def main(config: RouterBenchConfig) -> int:
-    from specrl.data.examples import load_examples
     from specrl.lossy.pair import load_pair
     from specrl.reward.loading import load_rewards
+    from specrl.run.data import load_examples
 
     pair = load_pair(config)
     examples = load_examples(config.data, config.dataset, "test", config.seed)
@@ -162,9 +162,9 @@ class Bench:
         )
 
     def requests(self, seed: int) -> list:
-        from specrl.data.prompts import render
         from specrl.rollout.keys import derive_key
         from specrl.rollout.types import Request
+        from specrl.run.prompts import render
 
         cap = self._pair.config.rollout.max_new_tokens
         return [
@@ -178,7 +178,7 @@ class Bench:
 
     def _score(self, done: Sequence) -> list[float]:
         """NaN for a response whose reward failed."""
-        from specrl.data.prompts import seen
+        from specrl.run.prompts import seen
 
         texts = self._pair.tokenizer.batch_decode([c.tokens for c in done], skip_special_tokens=True)
         totals = self._rewards.score(seen(self._examples, texts, self._pair.tokenizer, self._pair.config.dataset)).total

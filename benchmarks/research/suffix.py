@@ -12,12 +12,12 @@ import json
 import sys
 import time
 
-from specrl.data.tasks import arithmetic
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.keys import derive_key
 from specrl.rollout.types import Request
+from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
 
 GROUP = 8

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 
 from specrl.bench.pair import Bench, PairConfig, Timing, cut, device_name, prepare, useless, with_config
 from specrl.config import load as cli
-from specrl.models.policy import rollout_dtype
 from specrl.results import tables
 from specrl.results.records import counted
 from specrl.results.speedup import Flips
+from specrl.run.policy import rollout_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

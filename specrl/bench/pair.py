@@ -72,10 +72,10 @@ def prepare(config: PairConfig, others: int = 0) -> tuple[Bench, list[Row], Any]
     Raises:
         ConfigError: the configuration uses a feature that the bench does not time, or has too few prompts.
     """
-    from specrl.data.examples import load_examples
-    from specrl.data.prompts import render
-    from specrl.models.policy import load_policy
     from specrl.rollout.types import Row
+    from specrl.run.data import load_examples
+    from specrl.run.policy import load_policy
+    from specrl.run.prompts import render
 
     rollout, group = config.rollout, config.rollout.group_size
     for key, value, timed in (
@@ -133,7 +133,7 @@ class Bench:
     def __init__(
         self, model, eos_ids: frozenset[int], config: PairConfig, rows: Sequence[Row], older: dict, newer: dict
     ):
-        from specrl.models.policy import engine_spec
+        from specrl.run.policy import engine_spec
 
         self.model, self.config, self.rows = model, config, list(rows)
         self.vocab = model.get_output_embeddings().weight.shape[0]

@@ -12,12 +12,9 @@ from typing import Any
 
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
-from specrl.data.examples import Example
-from specrl.data.prompts import render, seen
 from specrl.lossy.fit import Labels, fit_judge
 from specrl.lossy.mining import Miner, by_model, until_first_mismatch
 from specrl.lossy.pair import Pair
-from specrl.models.policy import fingerprint
 from specrl.reward.set import RewardSet
 from specrl.rollout.cache.memory import Fingerprint, load
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
@@ -25,6 +22,9 @@ from specrl.rollout.engines.local.probe import packed_model
 from specrl.rollout.keys import derive_key
 from specrl.rollout.lossy.judge import Judge, JudgeHead
 from specrl.rollout.types import Request
+from specrl.run.data import Example
+from specrl.run.policy import fingerprint
+from specrl.run.prompts import render, seen
 
 NORMAL_95 = 1.96
 

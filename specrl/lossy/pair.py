@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specrl.config.schema import Config
-from specrl.models.policy import engine_spec, load_policy
 from specrl.rollout.drafting.drafting import check_vocab
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
@@ -20,6 +19,7 @@ from specrl.rollout.lossy.routed import RoutedRollout
 from specrl.rollout.lossy.router import Router
 from specrl.rollout.lossy.text import ReadOrVerify
 from specrl.rollout.types import RolloutError
+from specrl.run.policy import engine_spec, load_policy
 
 
 @dataclass(frozen=True)

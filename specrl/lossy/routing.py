@@ -14,9 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
-from specrl.data.examples import Example
-from specrl.data.prompts import seen
-from specrl.evaluation.accuracy import requests
 from specrl.lossy.fit import Record, accuracy_by_class, logistic, usual_gaps
 from specrl.lossy.pair import Pair
 from specrl.reward.base import Sample
@@ -25,6 +22,9 @@ from specrl.rollout.keys import derive_key
 from specrl.rollout.lossy.arbitrage import GRID, features, probability
 from specrl.rollout.lossy.router import Candidate, Scorer, Step, by_advantage
 from specrl.rollout.types import Request
+from specrl.run.accuracy import requests
+from specrl.run.data import Example
+from specrl.run.prompts import seen
 
 WALKS = {"oracle": 0.0, "draft": 1.0}  # advantage above which the walk continues with the policy's step
 

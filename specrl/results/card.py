@@ -10,10 +10,10 @@ from huggingface_hub import ModelCard, ModelCardData
 from specrl.config.load import load_saved
 from specrl.config.options import to_yaml
 from specrl.config.schema import Config
-from specrl.data.hub import PRESETS, on_hub
-from specrl.models import policy
-from specrl.models.machine import anonymous
 from specrl.results.report import Report
+from specrl.run import policy
+from specrl.run.hub import PRESETS, on_hub
+from specrl.run.machine import anonymous
 
 LOCAL = ("name", "output_dir", "resume", "device", "report")  # omitted: they only apply to this run on this machine
 

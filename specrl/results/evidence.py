@@ -11,10 +11,10 @@ from typing import Any
 from specrl.config.options import plain
 from specrl.config.rules import differences
 from specrl.config.schema import Config
-from specrl.models.policy import rollout_dtype
 from specrl.results.records import METRICS_FILE, RunRecords, counted, mean, number, total
 from specrl.results.savings import COSTS, Pair, Saving, control_pairs, later, matched, rollouts, saving, savings, step_s
 from specrl.results.speedup import FEWEST, flips, half_width
+from specrl.run.policy import rollout_dtype
 
 SAME_MACHINE = ("cpu", "cores", "usable_cores", "threads", "gpus")
 VERSIONS = ("torch", "transformers", "vllm", "ray")

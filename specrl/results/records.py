@@ -15,8 +15,8 @@ from typing import Any
 from specrl.config.load import load_saved
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
-from specrl.models.machine import ENVIRONMENT_FILE
 from specrl.rollout.durable import read_json
+from specrl.run.machine import ENVIRONMENT_FILE
 
 METRICS_FILE = "metrics.jsonl"
 MACHINE = {"cpu": str, "cores": int | None, "gpus": list, "versions": dict}

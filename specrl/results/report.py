@@ -12,8 +12,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specrl.models.machine import ENVIRONMENT_FILE
-from specrl.models.policy import rollout_dtype
 from specrl.results import tables
 from specrl.results.evidence import (
     Comparison,
@@ -29,6 +27,8 @@ from specrl.results.plots import draw
 from specrl.results.records import EVALUATION_COST, RunRecords, load_run, mean, number, text, to_json, total
 from specrl.results.savings import breakdown, first_last, later
 from specrl.results.speedup import flips
+from specrl.run.machine import ENVIRONMENT_FILE
+from specrl.run.policy import rollout_dtype
 
 COLUMNS = ("phase", "plain s", "specrl s", "saved s", "share")
 NET = """\

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specrl.config.schema import Config
-from specrl.models.policy import engine_spec
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.head import load_drafter
+from specrl.run.policy import engine_spec
 from specrl.trainers.cotraining.trainer import DrafterTrainer, TrainDrafter
 
 if TYPE_CHECKING:

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from specrl.config.options import ConfigError, plain
 from specrl.config.rules import warnings
-from specrl.data.examples import left_out, load_examples
-from specrl.data.hub import on_hub
-from specrl.models import policy
-from specrl.models.lora import check_targets
 from specrl.reward.base import RewardError, Sample
 from specrl.reward.loading import check as check_rewards
 from specrl.reward.loading import load_rewards
+from specrl.run import policy
+from specrl.run.data import left_out, load_examples
+from specrl.run.hub import on_hub
+from specrl.run.lora import check_targets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from specrl.config.schema import Config
-    from specrl.data.examples import Example
+    from specrl.run.data import Example
 
 EVENLY = 64
 MOST_FORMS = 256
@@ -112,7 +112,7 @@ def check(config: Config, training: bool = True, read: bool = True) -> dict[str,
     policy.find_model(config)
     policy.find_tokenizer(config)
     if config.dataset.tools:
-        from specrl.tools.functions import load_tools
+        from specrl.run.tools import load_tools
 
         load_tools(tuple(config.dataset.tools))
     cache = config.rollout.cache
@@ -165,11 +165,11 @@ def dry_run(config: Config, training: bool = True) -> str:
 
 def _prompt_lines(config: Config, prompts: Sequence[Example]) -> list[str]:
     """Checks the model and the tokenizer in the way the run would use them, and returns lines about the prompts."""
-    from specrl.data.prompts import check_lengths, described
+    from specrl.run.prompts import check_lengths, described
 
     tokenizer = policy.load_tokenizer(config)
     if config.dataset.tools:
-        from specrl.tools.toolbox import Toolbox
+        from specrl.run.toolbox import Toolbox
 
         Toolbox(tokenizer, config.dataset)
     model = policy.outline(config)

@@ -12,16 +12,16 @@ from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from specrl.config.schema import Config
-from specrl.data.examples import Example, left_out, to_dataset
-from specrl.data.prompts import Prompt, chat_template, check_lengths, described, render
-from specrl.models import policy
-from specrl.models.lora import adapter
 from specrl.reward.loading import load_rewards
 from specrl.reward.set import RewardSet
 from specrl.rollout.build import build_engine
 from specrl.rollout.engines.base import Engine, EngineSpec
 from specrl.rollout.reduction import Metric, count, mean
 from specrl.rollout.speculative import SpeculativeRollout
+from specrl.run import policy
+from specrl.run.data import Example, left_out, to_dataset
+from specrl.run.lora import adapter
+from specrl.run.prompts import Prompt, chat_template, check_lengths, described, render
 from specrl.run.run_dir import RunDir, data_digests, same_data
 from specrl.run.stored_texts import StoredTexts
 from specrl.trainers.callbacks import ShortHistory, StopOnSignal
@@ -165,7 +165,7 @@ def toolbox(config: Config, tokenizer: PreTrainedTokenizerBase) -> Tools | None:
     """The tools of `dataset.tools`, None if there are none."""
     if not config.dataset.tools:
         return None
-    from specrl.tools.toolbox import Toolbox
+    from specrl.run.toolbox import Toolbox
 
     return Toolbox(tokenizer, config.dataset)
 

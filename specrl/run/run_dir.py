@@ -17,14 +17,14 @@ from specrl.config.load import load_saved, run_dir
 from specrl.config.options import ConfigError
 from specrl.config.rules import same_settings
 from specrl.config.schema import Config
-from specrl.models.machine import ENVIRONMENT_FILE, machine
 from specrl.rollout.durable import open_lock, read_json, write_durably
+from specrl.run.machine import ENVIRONMENT_FILE, machine
 from specrl.trainers.checkpoint import Checkpoint, completed, newest, set_aside_damaged
 
 if TYPE_CHECKING:
     import torch
 
-    from specrl.data.examples import Example
+    from specrl.run.data import Example
 
 LOCK = "run.lock"
 HOLDER = b"pid "

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specrl.config.schema import Config
-from specrl.evaluation.accuracy import last_texts
-from specrl.models import policy
 from specrl.results.records import find_run
 from specrl.rollout.cache.log import Twin, open_log
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache, load
 from specrl.rollout.receipts import Receipts
+from specrl.run import policy
+from specrl.run.accuracy import last_texts
 from specrl.trainers.checkpoint import Checkpoint
 from specrl.trainers.keeping import Keeping
 

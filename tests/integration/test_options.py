@@ -111,7 +111,7 @@ NEEDS = {
     "rollout.vllm.runner": {ALL: VLLM, "v2": ON_V2},
     "rollout.vllm.compile": {ALL: VLLM, "on": ON_GPU},
     "rollout.vllm.sleep": {ALL: VLLM},
-    "dataset.chat_template": {"on": "tests/specrl/data/test_prompts.py"},
+    "dataset.chat_template": {"on": "tests/specrl/run/test_prompts.py"},
     "trainer.advantage": {ALL: PPO},
     "trainer.kl_penalty": {ALL: KL},
     "trainer.loss": {ALL: GRPO},

@@ -25,7 +25,7 @@ import tests.runs as runs
 import specrl.run.run
 import specrl.train
 from specrl.config import load as config
-from specrl.data.examples import load_examples
+from specrl.run.data import load_examples
 from tests.engines import Spare
 
 build, build_engine = specrl.run.run.build_trainer, specrl.run.run.build_engine

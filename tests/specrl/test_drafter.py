@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specrl import drafter
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
-from specrl.data.tasks import arithmetic
 from specrl.drafter import (
     DrafterOptions,
     agreement,
@@ -29,6 +28,7 @@ from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import Head
 from specrl.rollout.keys import derive_key
 from specrl.rollout.types import Request
+from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
 from tests.engines import local
 

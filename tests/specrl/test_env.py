@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from specrl import env
-from specrl.models import machine
-from specrl.models.machine import SUPPORTED
+from specrl.run import machine
+from specrl.run.machine import SUPPORTED
 
 ROOT = Path(__file__).parents[2]
 

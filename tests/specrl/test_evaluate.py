@@ -11,10 +11,8 @@ from specrl import evaluate as evaluate_command
 from specrl import generate as generate_command
 from specrl.config.load import load, run, save
 from specrl.config.schema import Config
-from specrl.data.examples import Example
 from specrl.evaluate import EvaluateConfig, main, serving
 from specrl.evaluate import command as command_line
-from specrl.evaluation.accuracy import evaluate, pass_at_k
 from specrl.generate import command as generate
 from specrl.results.records import EVALUATION_COST, load_run
 from specrl.reward.set import RewardSet
@@ -26,6 +24,8 @@ from specrl.rollout.keys import derive_key
 from specrl.rollout.sections import BudgetConfig
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, EngineStats, Request, Row
+from specrl.run.accuracy import evaluate, pass_at_k
+from specrl.run.data import Example
 from tests.runs import SHORT, policy, words
 from tests.runs import run as train_run
 

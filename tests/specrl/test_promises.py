@@ -15,8 +15,8 @@ from specrl.config import load as cli
 from specrl.config import options
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
-from specrl.models.policy import TINY_PATH
 from specrl.run import preflight
+from specrl.run.policy import TINY_PATH
 from tests.runs import ROOT
 
 PAGES = [
@@ -74,7 +74,7 @@ def a_machine_with_everything(tmp_path, monkeypatch):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setattr(preflight, "find_spec", lambda name: name)
     monkeypatch.setattr("specrl.config.rules.find_spec", lambda name: name)
-    monkeypatch.setattr("specrl.models.policy.device", lambda config: None)
+    monkeypatch.setattr("specrl.run.policy.device", lambda config: None)
     (tmp_path / "my_rewards.py").write_text("def brevity(prompt, completion, answer):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     run = cli.load(["config=grpo_math", f"output_dir={tmp_path}", "name=run"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.tiny_policy import Recipe, blur, build_model, build_tokenizer, collate, make
-from specrl.data.tasks import arithmetic
+from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
 
 

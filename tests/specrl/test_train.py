@@ -8,12 +8,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
-from specrl.data.examples import Example
-from specrl.data.prompts import Prompt
-from specrl.models.lora import adapter
 from specrl.results.records import read_records
 from specrl.reward.set import RewardResult
 from specrl.rollout.reduction import Metric, merged
+from specrl.run.data import Example
+from specrl.run.lora import adapter
+from specrl.run.prompts import Prompt
 from specrl.run.run import scorer
 from specrl.tiny import load_tiny
 from tests.runs import SHORT, Watch, policy, run, words

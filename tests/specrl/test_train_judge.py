@@ -8,7 +8,7 @@ from specrl.config import load as cli
 from specrl.evaluate import EvaluateConfig
 from specrl.evaluate import main as evaluate
 from specrl.lossy import judging
-from specrl.models.policy import TINY_PATH
+from specrl.run.policy import TINY_PATH
 from specrl.train_judge import TrainJudgeConfig
 from specrl.train_judge import main as train_judge
 from tests import runs

@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from specrl.config import load as cli
-from specrl.data.examples import load_examples
-from specrl.data.prompts import seen
 from specrl.evaluate import EvaluateConfig
 from specrl.evaluate import main as evaluate
 from specrl.generate import GenerateConfig
@@ -22,6 +20,8 @@ from specrl.rollout.keys import derive_key
 from specrl.rollout.lossy.arbitrage import FEATURES
 from specrl.rollout.lossy.router import Candidate, Step, by_advantage, decide
 from specrl.rollout.types import Request
+from specrl.run.data import load_examples
+from specrl.run.prompts import seen
 from specrl.train_router import TrainRouterConfig
 from specrl.train_router import main as train_router
 from tests import runs

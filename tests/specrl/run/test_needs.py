@@ -4,8 +4,8 @@ import pytest
 
 from specrl.config import load as cli
 from specrl.config.load import USAGE_ERROR, known_configs
-from specrl.models.policy import TINY_PATH
 from specrl.run import preflight
+from specrl.run.policy import TINY_PATH
 from tests.runs import ROOT
 
 DRAFT = "outputs/draft does not exist. Make it first: python -m specrl.drafter out=outputs/draft ("

@@ -14,7 +14,7 @@ import specrl.run.run
 import specrl.train
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
-from specrl.data.examples import Example
+from specrl.run.data import Example
 from specrl.run.run_dir import RunDir, data_digests, environment, same_data
 from tests.runs import ROOT, words
 

@@ -19,8 +19,8 @@ from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from specrl import reusing
-from specrl.data.tasks import arithmetic
 from specrl.rollout.config import RolloutConfig
+from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
 from specrl.trainers.scored import Generated
 

@@ -13,8 +13,8 @@ import requests
 from trl import GRPOConfig, GRPOTrainer
 
 from specrl import reusing
-from specrl.models.policy import TINY_PATH
 from specrl.rollout.types import RolloutError
+from specrl.run.policy import TINY_PATH
 from tests.runs import ROOT, free_port
 
 pytest.importorskip("vllm", reason="needs vLLM: make setup")

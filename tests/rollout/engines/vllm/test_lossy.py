@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from specrl.drafter import shortened
-from specrl.models.policy import TINY_PATH
 from specrl.rollout.build import build_policy
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
@@ -20,6 +19,7 @@ from specrl.rollout.lossy.routed import RoutedRollout
 from specrl.rollout.lossy.router import Router, StepEnd, by_likelihood
 from specrl.rollout.sections import JudgedConfig, RoutedConfig
 from specrl.rollout.types import Request, RolloutError
+from specrl.run.policy import TINY_PATH
 from specrl.tiny import load_tiny
 from tests.engines import judged, local, routed
 from tests.rollout.engines.vllm.engines import (

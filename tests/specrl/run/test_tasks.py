@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from specrl.data.tasks import RULES, arithmetic, split_of
+from specrl.run.tasks import RULES, arithmetic, split_of
 
 LEVELS = (*RULES, "mixed")
 

@@ -134,7 +134,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     with _explained(config, tokenizer=True):
         tokenizer = AutoTokenizer.from_pretrained(config.tokenizer or source, padding_side="left", **options)
     if config.dataset.tools:  # before prompts are rendered and data digests made
-        from specrl.tools.toolbox import adapt
+        from specrl.run.toolbox import adapt
 
         adapt(tokenizer)
     return tokenizer
@@ -260,7 +260,7 @@ def engine_spec(config: Config, eos_ids: frozenset[int]) -> EngineSpec:
 
 def fingerprint(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, str], dict[str, str]]:
     """The settings that stored trajectories depend on: (identity, sampling), see rollout.cache.memory.Fingerprint."""
-    from specrl.data.prompts import chat_template
+    from specrl.run.prompts import chat_template
 
     vocabulary = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
     options = config.dataset

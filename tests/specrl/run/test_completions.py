@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from specrl.evaluation import completions
-from specrl.evaluation.completions import pieces, preview, show
+from specrl.run import completions
+from specrl.run.completions import pieces, preview, show
 
 
 def text_console(**options) -> Console:

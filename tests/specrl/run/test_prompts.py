@@ -14,14 +14,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from specrl.config.load import load as load_config
 from specrl.config.options import ConfigError
 from specrl.config.schema import DatasetConfig
-from specrl.data.examples import Example, load_examples
-from specrl.data.prompts import Prompt, chat_template, check_lengths, described, render, seen
-from specrl.evaluation.accuracy import evaluate
-from specrl.models.policy import fingerprint, load_tokenizer
 from specrl.reward.base import Sample
 from specrl.reward.loading import load_rewards
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, EngineStats
+from specrl.run.accuracy import evaluate
+from specrl.run.data import Example, load_examples
+from specrl.run.policy import fingerprint, load_tokenizer
+from specrl.run.prompts import Prompt, chat_template, check_lengths, described, render, seen
 from specrl.run.run_dir import data_digests
 from tests.runs import SHORT, build_policy, run, words
 
@@ -188,7 +188,7 @@ def chatting(tmp_path_factory):
 @pytest.fixture
 def remembered():
     """The arguments of `heard`, wherever it was called from: rewards are imported by name."""
-    calls = importlib.import_module("tests.specrl.data.test_prompts").HEARD
+    calls = importlib.import_module("tests.specrl.run.test_prompts").HEARD
     calls.clear()
     return calls
 
@@ -197,7 +197,7 @@ def options(chatting):
     return {
         "model": str(chatting),
         "dataset__system_prompt": SYSTEM,
-        "reward__functions": "[tests.specrl.data.test_prompts:heard]",
+        "reward__functions": "[tests.specrl.run.test_prompts:heard]",
     }
 
 

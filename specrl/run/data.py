@@ -1,7 +1,7 @@
 """Examples for training and evaluation, from generated problems, GSM8K, MATH-500, any hub data set or local files.
 
 An example's id is its name in the trajectory cache. It does not change while the example's content does not, even if
-other examples are added or removed. `specrl/data/prompts.py` renders examples as prompts.
+other examples are added or removed. `specrl/run/prompts.py` renders examples as prompts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from specrl.config.options import ConfigError
-from specrl.data.hub import LOCAL_HINT, PRESET_ANSWERS, PRESETS, SUFFIXES, hub_rows, on_hub
-from specrl.data.tasks import arithmetic
 from specrl.reward.answers import marked_answer
 from specrl.reward.spelling import normal_number
 from specrl.rollout.checks import suggestion
 from specrl.rollout.durable import read_json
+from specrl.run.hub import LOCAL_HINT, PRESET_ANSWERS, PRESETS, SUFFIXES, hub_rows, on_hub
+from specrl.run.tasks import arithmetic
 
 if TYPE_CHECKING:
     from datasets import Dataset

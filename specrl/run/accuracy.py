@@ -14,20 +14,20 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from specrl.data.prompts import render, seen
-from specrl.models import policy
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache, load
 from specrl.rollout.keys import derive_key
 from specrl.rollout.types import Completion, EngineStats, Request, RolloutBatch, Row
+from specrl.run import policy
+from specrl.run.prompts import render, seen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from specrl.config.schema import Config
-    from specrl.data.examples import Example
     from specrl.reward.set import RewardSet
     from specrl.rollout.engines.base import Engine
     from specrl.rollout.speculative import SpeculativeRollout
+    from specrl.run.data import Example
 
 RIGHT = 1.0
 """Score that a verifiable reward gives a correct response."""
@@ -144,7 +144,7 @@ def _conversations(
     engine: Engine, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], config: Config, samples: int
 ) -> tuple[list[Completion], list, EngineStats]:
     """The conversations, decoded without drafts, and their messages."""
-    from specrl.tools.toolbox import conversations
+    from specrl.run.toolbox import conversations
 
     held, stats = conversations(engine, tokenizer, examples, config, "eval", samples)
     return [c.whole() for c in held], [c.messages for c in held], stats

@@ -13,14 +13,14 @@ from benchmarks.tiny_tools import ASSISTANT, build_tools_tokenizer, conversation
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config, DatasetConfig
-from specrl.data.examples import Example
-from specrl.data.prompts import render, seen
-from specrl.data.tasks import arithmetic
-from specrl.models.policy import load_tokenizer
-from specrl.tools.functions import calculate, load_tools
-from specrl.tools.toolbox import LONGEST, Toolbox
+from specrl.run.data import Example
+from specrl.run.policy import load_tokenizer
+from specrl.run.prompts import render, seen
+from specrl.run.tasks import arithmetic
+from specrl.run.toolbox import LONGEST, Toolbox
+from specrl.run.tools import calculate, load_tools
 
-HERE = "tests.specrl.tools.test_tools"
+HERE = "tests.specrl.run.test_tools"
 
 
 def fail(expression: str) -> str:
@@ -200,7 +200,7 @@ def counted(box: Toolbox) -> dict[str, float]:
 
 def test_calls_are_parsed_and_answers_rendered_as_the_chat_template_does():
     """Piece by piece the same token ids as those of the whole conversation."""
-    tokenizer, box = build_tools_tokenizer(), toolbox("specrl.tools.functions:calculate")
+    tokenizer, box = build_tools_tokenizer(), toolbox("specrl.run.tools:calculate")
     messages = conversation(arithmetic("train", 1, level="large")[0])
     whole = tokenizer.apply_chat_template(messages, return_dict=False)
     opening = tokenizer.convert_tokens_to_ids(ASSISTANT)
@@ -218,7 +218,7 @@ def test_calls_are_parsed_and_answers_rendered_as_the_chat_template_does():
 
 @pytest.mark.parametrize("text", ["<call>", "<call>calculate", "</call> 3 + 4", "<call></call>", "#### 5"])
 def test_text_that_is_no_call_is_text(text):
-    tokenizer, box = build_tools_tokenizer(), toolbox("specrl.tools.functions:calculate")
+    tokenizer, box = build_tools_tokenizer(), toolbox("specrl.run.tools:calculate")
     message = box.message([], tokenizer(text).input_ids)
     (answer,) = box.answer([message["tool_calls"]]) if "tool_calls" in message else [None]
     assert message["role"] == "assistant"
@@ -228,7 +228,7 @@ def test_text_that_is_no_call_is_text(text):
 
 def test_rewards_see_the_whole_conversation():
     tokenizer = build_tools_tokenizer()
-    options = DatasetConfig(tools=["specrl.tools.functions:calculate"])
+    options = DatasetConfig(tools=["specrl.run.tools:calculate"])
     problem = arithmetic("train", 1, level="large")[0]
     user, *said = conversation(problem)
     (sample,) = seen([Example("a", problem.prompt, problem.answer, {})], [said], tokenizer, options)
@@ -248,7 +248,7 @@ def test_the_calculator():
 
 
 def test_results_of_deterministic_tools_are_kept():
-    box = toolbox("specrl.tools.functions:calculate")
+    box = toolbox("specrl.run.tools:calculate")
     for _ in range(2):
         assert ask(box, call("calculate", expression="2 + 3"), call("calculate", expression="2 * 3")) == ["5", "6"]
     assert counted(box)["tools/kept_ratio"] == 0.5
@@ -372,7 +372,7 @@ def test_megabytes_are_cut():
 
 
 def test_asynchronous_tools_keep_the_order_of_the_calls():
-    box = toolbox("later", "fail", "specrl.tools.functions:calculate")
+    box = toolbox("later", "fail", "specrl.run.tools:calculate")
     made = [[call("later", expression="a"), call("calculate", expression="1 + 1")], [call("later", expression="b")]]
     answers = box.answer(made)
     assert [[m["content"] for m in answer.messages] for answer in answers] == [["later a", "2"], ["later b"]]
@@ -386,10 +386,10 @@ def test_asynchronous_tools_keep_the_order_of_the_calls():
     [
         (["calculate"], "is not module:function"),
         (["nowhere_at_all:calculate"], "cannot be imported"),
-        (["specrl.tools.functions:calculat"], "Did you mean 'calculate'"),
+        (["specrl.run.tools:calculat"], "Did you mean 'calculate'"),
         ([f"{HERE}:NOT_A_FUNCTION"], "must be a function"),
         ([f"{HERE}:untyped"], "Give each argument a type"),
-        (["specrl.tools.functions:calculate", "specrl.tools.functions:calculate"], "name twice"),
+        (["specrl.run.tools:calculate", "specrl.run.tools:calculate"], "name twice"),
     ],
 )
 def test_functions_that_cannot_be_tools_are_refused(names, reason):
@@ -410,14 +410,14 @@ def test_functions_that_cannot_be_tools_are_refused(names, reason):
 )
 def test_options_that_do_not_go_with_tools_are_refused(words, reason):
     with pytest.raises(ConfigError) as refused:
-        cli.load(["config=grpo_math", "dataset.tools=[specrl.tools.functions:calculate]", *words])
+        cli.load(["config=grpo_math", "dataset.tools=[specrl.run.tools:calculate]", *words])
     (line,) = [line for line in str(refused.value).splitlines() if reason in line]
     assert "dataset.t" in line
     assert "Try " in line
 
 
 def test_tokenizers_that_cannot_express_tools_are_refused():
-    options = DatasetConfig(tools=["specrl.tools.functions:calculate"])
+    options = DatasetConfig(tools=["specrl.run.tools:calculate"])
     silent, deaf, forgetful = (build_tools_tokenizer() for _ in range(3))
     silent.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     deaf.response_template = None
@@ -439,7 +439,7 @@ def test_a_chat_template_that_trl_knows_gets_its_response_template():
 
     tokenizer = build_tokenizer()
     tokenizer.chat_template = chat_template_utils.qwen3_chat_template
-    Toolbox(tokenizer, DatasetConfig(tools=["specrl.tools.functions:calculate"]))
+    Toolbox(tokenizer, DatasetConfig(tools=["specrl.run.tools:calculate"]))
     assert tokenizer.response_template
     assert tokenizer.chat_template != chat_template_utils.qwen3_chat_template, "that one renders earlier turns anew"
 
@@ -450,7 +450,7 @@ def test_the_template_of_conversations_is_set_before_anything_is_rendered_or_dig
     tokenizer = build_tokenizer()
     tokenizer.chat_template = chat_template_utils.qwen3_chat_template
     tokenizer.save_pretrained(tmp_path)
-    options = DatasetConfig(tools=["specrl.tools.functions:calculate"])
+    options = DatasetConfig(tools=["specrl.run.tools:calculate"])
     loaded = load_tokenizer(Config(tokenizer=str(tmp_path), dataset=options))
     before = loaded.chat_template
     Toolbox(loaded, options)

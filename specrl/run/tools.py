@@ -56,7 +56,7 @@ def load_tools(names: tuple[str, ...]) -> tuple[tuple[Callable, ...], list[dict[
 def _find(name: str) -> Callable:
     module_name, _, attribute = name.partition(":")
     if not (module_name and attribute):
-        raise ConfigError(f"dataset.tools: {name} is not module:function, such as specrl.tools.functions:calculate.")
+        raise ConfigError(f"dataset.tools: {name} is not module:function, such as specrl.run.tools:calculate.")
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:

@@ -6,8 +6,8 @@ import torch
 
 from specrl.config.load import load
 from specrl.config.options import ConfigError
-from specrl.models.lora import check_targets
-from specrl.models.policy import (
+from specrl.run.lora import check_targets
+from specrl.run.policy import (
     device,
     engine_spec,
     fingerprint,

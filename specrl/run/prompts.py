@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from specrl.config.schema import DatasetConfig
-    from specrl.data.examples import Example
+    from specrl.run.data import Example
 
 
 SET_HERE = {"messages", "conversation", "add_generation_prompt", "tokenize"}
@@ -111,7 +111,7 @@ def _templated(
 
     given = variables(options)
     if options.tools:
-        from specrl.tools.functions import load_tools
+        from specrl.run.tools import load_tools
 
         given["tools"] = load_tools(tuple(options.tools))[1]
     begun = messages[-1]["role"] == "assistant"

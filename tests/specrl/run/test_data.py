@@ -7,7 +7,7 @@ import pytest
 
 from specrl.config.options import ConfigError
 from specrl.config.schema import DatasetConfig
-from specrl.data.examples import Example, load_examples, to_dataset
+from specrl.run.data import Example, load_examples, to_dataset
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"} for n in range(20)]
 

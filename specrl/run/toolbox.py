@@ -14,11 +14,11 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from specrl.config.options import ConfigError
-from specrl.data.prompts import render, variables
 from specrl.rollout.keys import derive_key
 from specrl.rollout.reduction import Metric, count, mean, seconds
 from specrl.rollout.types import Completion, EngineStats, Request, Row
-from specrl.tools.functions import load_tools
+from specrl.run.prompts import render, variables
+from specrl.run.tools import load_tools
 from specrl.trainers.conversations import Answer, Conversation, converse
 from specrl.trainers.tools import ToolResults
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from specrl.config.schema import Config, DatasetConfig
-    from specrl.data.examples import Example
     from specrl.rollout.engines.base import Engine
+    from specrl.run.data import Example
 
 MARK = "\udc80"
 """Marks in a rendered dialogue where a special token of an answer is cut in two; no text with a UTF-8 form has it."""
