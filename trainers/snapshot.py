@@ -43,7 +43,8 @@ def load(folder: Path, weights: Weights, optimizer: torch.optim.Optimizer) -> di
     Raises:
         RolloutError: the files are of another model; nothing was changed.
     """
-    saved, states = load_file(folder / WEIGHTS), load_file(folder / OPTIMIZER)
+    saved = load_file(folder / WEIGHTS)
+    states = load_file(folder / OPTIMIZER)
     for name in sorted(saved.keys() | weights.keys()):
         there, here = (tuple(part[name].shape) if name in part else "absent" for part in (saved, weights))
         if there != here:

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.house import ROOT, circles, figures, sources
 
-CEILING = 18_580
+CEILING = 18_590
 """Lines of code of the product; the aim is 15,000. A commit that raises it says in its message what the lines buy."""
 
 ENGINE = (

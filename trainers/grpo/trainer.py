@@ -160,12 +160,15 @@ class GRPOTrainerWithReuse(GRPOTrainer):
     @contextmanager
     def _no_old_pass(self) -> Iterator[None]:
         """TRL makes no pass for old log-probs: GRPO's first update has them, and PPO's critic needs the same pass."""
-        updates, parts = self.num_iterations, self.args.steps_per_generation
-        self.num_iterations, self.args.steps_per_generation = 1, self.args.gradient_accumulation_steps
+        updates = self.num_iterations
+        parts = self.args.steps_per_generation
+        self.num_iterations = 1
+        self.args.steps_per_generation = self.args.gradient_accumulation_steps
         try:
             yield
         finally:
-            self.num_iterations, self.args.steps_per_generation = updates, parts
+            self.num_iterations = updates
+            self.args.steps_per_generation = parts
 
     def _rollout(self, prompts: list, trainer: GRPOTrainer) -> dict[str, list]:
         """TRL's rollout_func. Returns the batch collected before, because prompts alone do not identify an example."""
@@ -237,7 +240,8 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         """The policy's log-probs [B, T] of the responses before the update. Args: model: the policy, or around it."""
         began = time.perf_counter()
         ids, mask = (torch.cat([out[f"prompt_{n}"], out[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
-        keep, rows = out["completion_ids"].shape[1], self.args.per_device_train_batch_size
+        keep = out["completion_ids"].shape[1]
+        rows = self.args.per_device_train_batch_size
         with evaluation(self.model):
             passed = super()._get_per_token_logps_and_entropies(model, ids, mask, keep, rows)
         self.note({"timing_s/old_log_prob": seconds(time.perf_counter() - began)})

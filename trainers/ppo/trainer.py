@@ -163,8 +163,8 @@ class PPOTrainer(GRPOTrainerWithReuse):
         critic = dict.fromkeys(self.critic.parameters())
         for group in optimizer.param_groups:
             group["params"] = [weight for weight in group["params"] if weight not in critic]
-        rate, decay = self._options.critic.learning_rate, self.args.weight_decay
-        optimizer.add_param_group({"params": [*critic], "lr": rate, "weight_decay": decay})
+        rate = self._options.critic.learning_rate
+        optimizer.add_param_group({"params": [*critic], "lr": rate, "weight_decay": self.args.weight_decay})
         return optimizer
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Tensor:

@@ -69,7 +69,8 @@ class ServedScheduler(PlannedScheduler):
         super().add_request(request)
 
     def _open(self, request: VLLMRequest, keyed: KeyedRequest) -> VLLMRow:
-        params, prompt = request.sampling_params, request.prompt_token_ids
+        params = request.sampling_params
+        prompt = request.prompt_token_ids
         assert params is not None  # of a keyed request, see `admit`
         assert prompt is not None
         n = keyed.prompt_tokens

@@ -80,7 +80,8 @@ class KeyedDrafter:
 
     def serve(self, drafts: PlannedDrafts, chunk: int, model: Any) -> None:
         """The rule of `drafts` decides from now on. Args: model: vLLM's, in this process."""
-        self.drafts, self.chunk = drafts, chunk
+        self.drafts = drafts
+        self.chunk = chunk
         if not drafts.drafting.reads_states:
             return
         compute = model.compute_logits
@@ -189,7 +190,8 @@ class KeyedDrafter:
         """
         assert self.drafts is not None
         for row in verified:
-            tokens, proposed = row.draft.tokens, self.drafts.rows[row.name]
+            tokens = row.draft.tokens
+            proposed = self.drafts.rows[row.name]
             if self.drafts.drafting.verifies_once:
                 row.draft = proposed.rest_of_text(row.size)
             else:
@@ -239,7 +241,8 @@ class KeyedDrafter:
         tokens = tokens.flatten().clamp(min=0).long()
         positions = torch.arange(len(index))
         sampler = runner.sampler
-        parts, order = [], []
+        parts = []
+        order = []
         for terms, part in by_terms(all_terms, np.full(len(counts), width), self.chunk):
             order.append(positions[part])
             values = logits[index[part]].float()
@@ -255,7 +258,8 @@ class KeyedDrafter:
 
 def _state_of(request: Any) -> KeyedState | None:
     """Of one of vLLM's requests; None for one without a key."""
-    params, extra = request.sampling_params, extra_args_of(request)
+    params = request.sampling_params
+    extra = extra_args_of(request)
     if KEY not in extra:
         return None
     return KeyedState(extra[KEY], extra[PROMPT_TOKENS], (params.temperature, max(params.top_k, 0), params.top_p))
