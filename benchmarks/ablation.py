@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specrl.bench.pair import Bench, PairConfig, device_name, of_pairs, perturbed, prepare, with_config
+from benchmarks.paired import Bench, PairConfig, device_name, of_pairs, perturbed, prepare, with_config
 from specrl.config import load as cli
 from specrl.results import tables
 from specrl.rollout.sections import SOURCES, doc

@@ -80,7 +80,7 @@ FIGURES = {
         ),
         report("exact", "plain"),
     ),
-    "bench": Figure((f"specrl.bench rows=64 repeats=7 {LONG} out={{out}}/result.json",), json_file),
+    "bench": Figure((f"benchmarks.paired rows=64 repeats=7 {LONG} out={{out}}/result.json",), json_file),
     "ablation": Figure(
         (
             "specrl.drafter kind=head out={out}/head",

@@ -26,7 +26,7 @@ from specrl.rollout.sections import SOURCES, doc, unknown_name
 
 WINDOWS = (0, 8, 16, 32, 64)
 """Most draft tokens of a row in one pass; 0 means the complete old response."""
-HEADER = "Passes and tokens, counted on stored text under the exact rule.\nSeconds need: python -m specrl.bench"
+HEADER = "Passes and tokens, counted on stored text under the exact rule.\nSeconds need: python -m benchmarks.paired"
 COLUMNS = ("window", "passes", "slowest", "tokens/pass", "drafted", "accepted", "rate", "reused")
 
 

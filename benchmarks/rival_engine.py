@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.paired import PairConfig, prepare
 from benchmarks.process import serve
-from specrl.bench.pair import PairConfig, prepare
 from specrl.config.load import load_saved
 from specrl.rollout.build import build_engine
 

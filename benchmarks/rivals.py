@@ -18,9 +18,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from benchmarks.paired import Bench, PairConfig, device_name, of_pairs, prepare, with_config
 from benchmarks.process import Process
 from benchmarks.vllm_baseline import METHODS, asked, settings
-from specrl.bench.pair import Bench, PairConfig, device_name, of_pairs, prepare, with_config
 from specrl.config import load as cli
 from specrl.config.options import to_yaml
 from specrl.results import tables

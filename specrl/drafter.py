@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from specrl.bench.pair import with_config
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
@@ -109,7 +108,9 @@ def examples(options: DrafterOptions) -> tuple[list[Example], list[Example]]:
 
 def without_drafter(argv: Sequence[str]) -> Sequence[str]:
     """The command line words, with config=grpo_math by default; a config may name the draft model that is made here."""
-    return [*with_config(argv), "rollout.drafter=", "rollout.acceptance=off", "trainer.drafter.train=false"]
+    named = any(word.startswith("config=") for word in argv)
+    words = argv if named else ["config=grpo_math", *argv]
+    return [*words, "rollout.drafter=", "rollout.acceptance=off", "trainer.drafter.train=false"]
 
 
 def untrained(policy: PreTrainedModel, options: DrafterOptions) -> PreTrainedModel:

@@ -71,7 +71,7 @@ def main(options: BudgetConfig) -> int:
     clock = Clock(*MACHINES[options.machine])
     time.perf_counter = clock  # before rollout is imported, which keeps it as a default
     from benchmarks import ablation
-    from specrl.bench import pair as bench_pair
+    from benchmarks import paired as bench_pair
     from specrl.rollout.engines.local.model import Layout, PackedModel
 
     forward = PackedModel.forward

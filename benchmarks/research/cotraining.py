@@ -26,7 +26,7 @@ from statistics import fmean
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from specrl.bench.pair import perturbed
+from benchmarks.paired import perturbed
 from specrl.drafter import shortened
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.budget import Budget

@@ -25,7 +25,7 @@ from specrl.config import load as cli
 from specrl.rollout.sections import SOURCES, doc
 
 if TYPE_CHECKING:
-    from specrl.bench.pair import Bench
+    from benchmarks.paired import Bench
     from specrl.rollout.types import RolloutBatch
 
 KINDS = {"texts": (False, SOURCES), "head": (True, ()), "head + texts": (True, SOURCES)}
@@ -44,7 +44,7 @@ class VLLMHeadConfig:
 
 def main(config: VLLMHeadConfig) -> int:
     from benchmarks import ablation
-    from specrl.bench import pair
+    from benchmarks import paired as pair
 
     most = -(-max(config.rows) // 8) * 8  # whole groups
     given = pair.options(f"rows={most}", f"rollout.max_new_tokens={config.tokens}", "rollout.tokens_per_pass=4096")

@@ -51,9 +51,7 @@ def test_an_unknown_figure_names_the_known_ones():
 
 def test_every_command_is_one_that_exists():
     modules = {command.split()[0] for figure in FIGURES.values() for command in figure.commands}
-    assert all(
-        (figures.ROOT / (module.replace(".", "/") + ".py")).exists() or module == "specrl.bench" for module in modules
-    )
+    assert all((figures.ROOT / (module.replace(".", "/") + ".py")).exists() for module in modules)
 
 
 @pytest.mark.parametrize("name", pages.PAGES)

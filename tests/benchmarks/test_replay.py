@@ -151,7 +151,7 @@ def test_without_revisits_in_snapshots_the_completions_are_read(tmp_path, capsys
     assert sorted(read_run(tmp_path)) == [text(OLD, 3, 2), text(OLD, 11, 2)]
     assert cli.run(main, [f"run={tmp_path}"], ReplayOptions) == 0
     table = capsys.readouterr().out
-    assert "Seconds need: python -m specrl.bench" in table
+    assert "Seconds need: python -m benchmarks.paired" in table
     assert "1 rows of 1 prompts" in table
     assert "whole" in table
 

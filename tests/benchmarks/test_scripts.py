@@ -22,7 +22,7 @@ def figures(out):
 def test_rivals(monkeypatch, tmp_path):
     pytest.importorskip("vllm")
     from benchmarks import process, rivals
-    from specrl.bench.pair import PairConfig
+    from benchmarks.paired import PairConfig
 
     monkeypatch.setitem(process.USERS, "TORCH_COMPILE_DISABLE", "1")  # a user's vLLM compiles, for half a minute
 

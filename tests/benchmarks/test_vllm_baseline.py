@@ -9,9 +9,9 @@ import os
 import pytest
 
 from benchmarks import process, rivals
+from benchmarks.paired import options, prepare
 from benchmarks.process import Process
 from benchmarks.vllm_baseline import settings
-from specrl.bench.pair import options, prepare
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import EngineSpec
 from specrl.rollout.types import RolloutError

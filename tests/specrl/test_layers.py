@@ -31,7 +31,7 @@ GATES = (
 )
 """Where the acceptance rule is chosen, and the commands that make what lossy rules need."""
 EXTENSIONS = (
-    *("rollout/engines/vllm/*", "rollout/workers/*", "rollout/lossy/*", "specrl/lossy/*", "specrl/bench/*"),
+    *("rollout/engines/vllm/*", "rollout/workers/*", "rollout/lossy/*", "specrl/lossy/*", "specrl/bench.py"),
     *("trainers/cotraining/*", "trainers/ppo/*", "specrl/session.py", "rollout/replay.py"),
 )
 """What a plain run does without."""

@@ -137,7 +137,7 @@ def test_every_command_of_the_pages_passes_its_dry_run(a_machine_with_everything
         given = dict(filled(word, a_machine_with_everything) for word in words) | {"dry_run": "true"}
         if given.get("config") == "grpo":
             given |= SIZES
-        name = "specrl.bench.__main__" if module == "bench" else f"specrl.{module}"
+        name = f"specrl.{module}"
         monkeypatch.setattr(sys, "argv", [name, *(f"{key}={value}" for key, value in given.items())])
         monkeypatch.delitem(sys.modules, name, raising=False)
         with pytest.raises(SystemExit) as ended:

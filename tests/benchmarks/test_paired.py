@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specrl.bench.__main__ import command
-from specrl.bench.pair import Bench, PairConfig, of_pairs, options, perturbed, prepare
+from benchmarks.paired import Bench, PairConfig, command, of_pairs, options, perturbed, prepare
 from specrl.config.load import load
 from specrl.config.options import ConfigError
 from specrl.rollout.build import build_engine
