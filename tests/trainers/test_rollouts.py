@@ -125,11 +125,15 @@ def test_a_share_of_all_tokens_counts_the_tokens_of_processes_without_that_sourc
 
 
 @pytest.mark.parametrize(("buffer", "expected"), [(0, 1.0), (2, 0.5)])
-def test_overlong_responses_are_punished(buffer, expected):
+def test_overlong_responses_are_punished_and_failures_stay_failures(buffer, expected):
+    def score(rows, responses):
+        return [1.0, None], {}
+
     config = RolloutConfig(group_size=4, max_new_tokens=3)
-    got = made(config=config, trainer=TrainerConfig(overlong_buffer=buffer)).collect([{"example_id": "e0"}])
-    assert got.rewards == [expected], "2 of 3 tokens, of which the last 2 cost half each"
-    assert got.unpenalised_rewards == [1.0]
+    trainer = TrainerConfig(overlong_buffer=buffer)
+    got = made(config=config, trainer=trainer, score=score).collect([{"example_id": "e0"}] * 2)
+    assert got.rewards == [expected, None], "2 of 3 tokens, of which the last 2 cost half each"
+    assert got.unpenalised_rewards == [1.0, None]
 
 
 def test_control_steps_compare_a_shared_engine_with_the_policy(build_model):
