@@ -3,9 +3,6 @@
 import dataclasses
 import datetime
 import math
-import os
-import subprocess
-import sys
 import textwrap
 from contextlib import closing
 
@@ -106,13 +103,6 @@ def test_a_failed_part_masks_the_row_unless_its_weight_is_zero():
     assert result.total == [None, 6.0]
     assert result.parts == {"ones": [1.0, 1.0], "none": [None, 5.0]}
     assert RewardSet([ones, none], [1.0, 0.0]).score(samples("a", "b")).total == [1.0, 1.0]
-
-
-def test_wrong_weights_are_refused():
-    with pytest.raises(RewardError, match=r"reward\.weights=\[1\.0,2\.0\].*Try reward\.weights=\[1\.0\]"):
-        RewardSet([Listed(None)], [1.0, 2.0])
-    with pytest.raises(RewardError, match="finite"):
-        RewardSet([Listed(None)], [math.nan])
 
 
 def raise_for_poison(batch):
@@ -224,20 +214,6 @@ def test_rewards_that_do_not_add_up_are_found_without_loading_them(plug_ins, fun
         check(dataclasses.replace(plug_ins, functions=functions, weights=weights))
 
 
-def test_the_check_is_cheap_and_lets_pass_what_loads(plug_ins, tmp_path):
-    good = ["math", "format", *(f"reward_plug_ins:{name}" for name in ("length", "named_only", "Batch", "hanging"))]
-    lines = [
-        "import sys",
-        "from specrl.reward.config import RewardConfig",
-        "from specrl.reward.loading import check",
-        f"check(RewardConfig(functions={good}))",
-        "assert not {'torch', 'transformers', 'math_verify', 'sympy'} & set(sys.modules)",
-    ]
-    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], env={**os.environ, "PYTHONPATH": path}, check=False)
-    assert done.returncode == 0
-
-
 @pytest.mark.parametrize("isolate", [False, True])
 @pytest.mark.parametrize(
     ("spec", "name", "expected"),
@@ -293,9 +269,8 @@ def test_rows_that_cannot_be_scored_have_no_score_and_are_checked_once():
     assert reward.checked == ["1", "2", "", ""], "a flaw may have passed, a sound row stays sound"
 
 
-@pytest.mark.parametrize("isolate", [False, True])
-def test_bad_user_functions_are_masked(plug_ins, isolate):
-    rewards = RewardSet([load_reward("reward_plug_ins:bad", dataclasses.replace(plug_ins, isolate_user=isolate))])
+def test_bad_user_functions_are_masked(plug_ins):
+    rewards = RewardSet([load_reward("reward_plug_ins:bad", dataclasses.replace(plug_ins, isolate_user=True))])
     with closing(rewards):
         result = rewards.score(samples("good", "none", "nan", "inf", "text", "list"))
         assert result.total == [1.0] + [None] * 5

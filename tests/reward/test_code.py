@@ -10,7 +10,7 @@ from specrl.reward.base import Sample
 from specrl.reward.code import CodeReward, make_runner
 from specrl.reward.config import RewardConfig
 from specrl.reward.loading import load_rewards
-from specrl.reward.unit_tests import UnitTests, extract_program, unit_tests
+from specrl.reward.unit_tests import UnitTests, extract_program
 
 RIGHT = (
     "def double(x):\n    return 2 * x if x.__class__ is int else {1: 2 * x[1]}\n\n"
@@ -228,12 +228,6 @@ def test_a_prompt_may_open_the_block():
     assert extract_program(block(RIGHT), ASKS, "Write it.\n```python\n").strip() == RIGHT
 
 
-def test_names_that_tests_ask_for():
-    assert unit_tests({"tests": "import math\nx = 1\nassert f(x) == g(math.pi)"}).needs == {"f", "g"}
-    assert unit_tests(FUNCTIONS["unittest"]).needs == {"double"}
-    assert unit_tests(CALLS).needs == {"double", "Solution"}
-
-
 @pytest.mark.slow
 def test_thoughts_have_no_program(reward):
     thought = f"<think>\n{block(RIGHT)}\n"
@@ -338,12 +332,6 @@ def test_what_a_function_returns_is_looked_through(reward):
     own = "class A:\n    __iter__ = lambda _: iter([4])\ndef double(x): return A()"
     assert score(reward, own, fields) == 1.0
     assert score(reward, NUMBERS["contain everything"], {"tests": "assert 4 in double(2)"}) == 0.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("status", [1, 124, 125, 137])
-def test_no_exit_status_of_a_program_is_a_failure_of_the_machine(reward, status):
-    assert score(reward, block(f"import os\nprint(2 * int(input()), flush=True)\nos._exit({status})"), PAIRS) == 0.0
 
 
 @pytest.mark.slow
@@ -472,14 +460,3 @@ def test_an_endless_program_is_over_the_limit_and_not_wrong(on_limit, score):
         done = rewards.score([Sample("p", "while True: pass", None, {"tests": "assert double(1) == 2"})])
     assert done.total == [score]
     assert done.over_limit == {"code": 1}
-
-
-@pytest.mark.slow
-def test_a_row_is_tried_with_an_empty_program_once(reward, monkeypatch):
-    asked = []
-    real = reward.pool.map
-    monkeypatch.setattr(reward.pool, "map", lambda payloads: asked.extend(payloads) or real(payloads))
-    fields = {"tests": "assert double(7) == 14"}
-    for completion in (RIGHT, RIGHT, WRONG):
-        score(reward, completion, fields)
-    assert [payload["program"] for payload in asked] == ["def double(*values, **options): pass\n", RIGHT, RIGHT, WRONG]

@@ -75,12 +75,6 @@ def test_a_bad_step_does_not_decide_alone_and_is_forgotten():
     assert step_that_stops([*good, bad, bad]) == 101
 
 
-def test_large_steps_are_judged_over_several():
-    good, bad = batch(prompts=128), batch(*[BROKEN] * 300, prompts=128)
-    assert step_that_stops([good, good, good, bad, good, good, good, good, bad]) is None
-    assert step_that_stops([good, good, bad, bad]) == 3
-
-
 def test_one_prompt_or_row_does_not_decide():
     poisoned = [Sample("poisoned", "c", None, {"outcome": BROKEN}) for _ in range(8)]
     assert step_that_stops([[*batch(prompts=3, first=3 * i), *poisoned] for i in range(50)]) is None
@@ -131,21 +125,3 @@ def test_only_what_is_over_its_limit_twice_is_zero(then, total):
 def test_a_failure_is_never_zero(outcome):
     rewards = RewardSet([Scripted()], on_limit="zero")
     assert rewards.score([Sample("p", "c", None, {"outcome": outcome})]).total == [None]
-
-
-@pytest.mark.parametrize(("on_limit", "value"), [("mask", None), ("zero", 0.0)])
-def test_a_hard_text_is_scored_again_at_its_next_visit(on_limit, value):
-    class Changing:
-        name, deterministic = "changing", True
-        outcome = HARD
-
-        def __call__(self, samples):
-            return [self.outcome for _ in samples]
-
-    reward = Changing()
-    rewards = RewardSet([reward], on_limit=on_limit)
-    assert [rewards.score([Sample("p", "c")]).total for _ in range(2)] == [[value], [value]]
-    reward.outcome = 1.0
-    assert rewards.score([Sample("p", "c")]).total == [1.0]
-    reward.outcome = HARD
-    assert rewards.score([Sample("p", "c")]).total == [1.0], "scores are kept, verdicts about time are not"

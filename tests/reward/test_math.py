@@ -3,8 +3,8 @@
 import json
 import os
 import signal
-import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from specrl.reward.base import Sample
 from specrl.reward.config import RewardConfig
 from specrl.reward.math import CANARY, MathReward, make_checker
 from specrl.reward.set import RewardSet
-from specrl.reward.spelling import canonical, normal_number, quick_equal
+from specrl.reward.spelling import normal_number
 from specrl.reward.worker import answer as worker_answer
 
 DATA = Path(__file__).parents[2].parent / "shared/data"
@@ -88,62 +88,10 @@ def test_marked_answer(text, answer):
     assert marked_answer(text) == answer
 
 
-@pytest.mark.parametrize(
-    ("answer", "wanted"),
-    [
-        ("18 dollars per day.", "18"),
-        ("$18$", "18"),
-        ("**The final answer is: 18**", "18"),
-        (r"\(18\)", "18"),
-        (r"\text{18 pens}", "18"),
-        ("18cm", "18"),
-        ("18 km/h", "18"),
-        (r"18\,\mathrm{cm}^2", "18"),
-        ("€18", "18"),
-        ("18元", "18"),
-        ("18 (eighteen)", "18"),
-        ("- 18", "-18"),
-        ("−18", "-18"),
-        ("1 1/2 hours", r"1\frac{1}{2}"),
-        ("18 000", "18000"),
-        (r"18\,000", "18000"),
-        ("18 percent", "18 percent"),
-        ("18 or 20", "18 or 20"),
-        ("18 to 20", "18 to 20"),
-        ("18x", "18x"),
-        ("18 x", "18 x"),
-        ("18ab", "18ab"),
-        ("18 dozen", "18 dozen"),
-        ("18 hundred", r"18 \cdot 10^{2}"),
-        (r"1.8 \text{ million}", r"1.8 \cdot 10^{6}"),
-        ("6:00 PM", "6:00 PM"),
-        ("5 sin x", r"5 \sin x"),
-        ("60°", r"60^\circ"),
-        (r"\frac{1}{2}", r"\frac{1}{2}"),
-    ],
-)
-def test_canonical_answers(answer, wanted):
-    assert canonical(answer) == wanted
-
-
 def test_extraction_takes_linear_time(no_worker):
     for unit in [
-        *(
-            "\\boxed{",
-            "}",
-            "{",
-            "\\{",
-            "####",
-            "#### ",
-            "#### 5 ",
-            "\\fbox {",
-            " ",
-            "\\boxed{1}, ",
-            "5 ",
-            "5,",
-            "\\text{",
-        ),
-        *("$", "**", "\\(", "answer ", "is ", "<think>", "</think>", "1/", "\\ ", "~", "(", "5 a"),
+        *("\\boxed{", "}", "{", "\\{", "####", "#### ", "#### 5 ", "\\fbox {", " ", "\\boxed{1}, ", "5 ", "5,"),
+        *("\\text{", "$", "**", "\\(", "answer ", "is ", "<think>", "</think>", "1/", "\\ ", "~", "(", "5 a"),
     ]:
         start = time.thread_time()
         score(no_worker, "#### " + unit * 20_000, "Monday")
@@ -194,20 +142,6 @@ def test_spellings_of_one_number(no_worker, spelling):
     assert normal_number(spelling) == "1234"
     assert score(no_worker, f"#### {spelling}", "so <<1+1233=1234>>\n#### 1,234") == 1.0
     assert score(no_worker, rf"\boxed{{{spelling}}}", "1234") == 1.0
-
-
-@pytest.mark.parametrize("text", ["", ".", "-", "$", "1 234", "1,23", "12,34,5", "1/2", "5x", "1e3", "5%", "--5", "١٢"])
-def test_other_text_is_not_a_plain_number(text):
-    assert normal_number(text) is None
-
-
-def test_quick_comparison_decides_or_abstains():
-    assert quick_equal("-0.50", "-.5") is True
-    assert quick_equal("0", "-0.0") is True
-    assert quick_equal("18", "-18") is False
-    assert quick_equal("0.333", "0.3333") is False
-    assert quick_equal("p  - q", "p - q") is True
-    assert quick_equal("0.5", r"\frac12") is None
 
 
 def test_quick_wrong_answers_never_reach_the_worker(no_worker):
@@ -286,6 +220,20 @@ def test_quick_wrong_answers_never_reach_the_worker(no_worker):
         # dots are an element of their own
         (r"\boxed{1, 2, \dots, 9}", r"1, 2, \ldots, 9", 1.0),
         (r"\boxed{1, 3, \ldots, 9}", r"1, 2, \ldots, 9", 0.0),
+        # units, signs and spaces of numbers
+        ("#### **The final answer is: 18**", "18", 1.0),
+        (r"\boxed{\text{18 pens}}", "18", 1.0),
+        ("#### 18 km/h", "18", 1.0),
+        (r"\boxed{18\,\mathrm{cm}^2}", "18", 1.0),
+        ("#### €18", "18", 1.0),
+        ("#### 18元", "18", 1.0),
+        ("#### 18 (eighteen)", "18", 1.0),
+        ("#### - 18", "-18", 1.0),
+        ("#### 18 000", "18000", 1.0),
+        ("#### 18 hundred", "1800", 1.0),
+        ("#### 18 dozen", "18", 0.0),
+        (r"\boxed{1.8 \text{ million}}", "1800000", 1.0),
+        (r"\boxed{60°}", r"60^\circ", 1.0),
         # headings are no answers
         ("#### Step 3\nThe answer is 18.", "18", 1.0),
         ("#### Step 3\nThe answer is 18.", "3", 0.0),
@@ -362,36 +310,14 @@ def test_every_request_starts_with_the_same_state_of_sympys_generator(checker):
     assert len({*numbers}) == 1
 
 
-def no_score_because_of_time(result) -> bool:
-    return result.total == [None] and result.timeouts == {"math": 1}
-
-
-@pytest.mark.slow
-def test_hostile_text_meets_the_deadline_and_is_masked():
-    rewards = RewardSet([MathReward(RewardConfig(timeout_s=0.7))])
-    try:
-        assert rewards.score([Sample("p", r"\boxed{\frac12}", "0.5")]).total == [1.0]
-        results = []
-        thread = threading.Thread(target=lambda: results.append(rewards.score([Sample("p", HOSTILE[1], "18")])))
-        thread.start()
-        thread.join(60)
-        assert results, "it takes hours without a deadline"
-        assert no_score_because_of_time(results[0])
-        assert rewards.score([Sample("p", r"\boxed{\frac12}", "0.5")]).total == [1.0]
-        assert rewards.score([Sample("p", r"\boxed{\frac13}", "0.5")]).total == [0.0]
-    finally:
-        rewards.close()
-
-
 @pytest.mark.slow
 def test_two_answers_too_hard_to_check_do_not_end_the_run():
     rewards = RewardSet([MathReward(RewardConfig(timeout_s=1))])
     step = [Sample(f"p{i % 4}", HOSTILE[2] if i < 2 else "#### 5", f"{5 + i % 4}") for i in range(32)]
     try:
-        for _ in range(2):  # as every resume would do again
-            result = rewards.score(step)
-            assert (result.timeouts, result.over_limit) == ({"math": 2}, {"math": 2})
-            assert result.total == [None, None, *[float(i % 4 == 0) for i in range(2, 32)]]
+        result = rewards.score(step)
+        assert (result.timeouts, result.over_limit) == ({"math": 2}, {"math": 2})
+        assert result.total == [None, None, *[float(i % 4 == 0) for i in range(2, 32)]]
     finally:
         rewards.close()
 
@@ -414,15 +340,20 @@ def test_a_stalled_worker_is_never_a_wrong_answer():
 
 @pytest.mark.slow
 def test_a_reward_that_turns_timeouts_into_zero_is_caught():
-    class Zero(MathReward):
-        def __call__(self, samples):
-            return [0.0 if isinstance(outcome, Exception) else outcome for outcome in super().__call__(samples)]
+    """Hostile text is masked at its deadline, unless the reward has this planted fault."""
 
-    rewards = RewardSet([Zero(RewardConfig(timeout_s=0.3))])
-    try:
-        assert not no_score_because_of_time(rewards.score([Sample("p", HOSTILE[0], "18")]))
-    finally:
-        rewards.close()
+    class Zero:
+        name = "math"
+
+        def __call__(self, samples):
+            return [0.0 if isinstance(outcome, Exception) else outcome for outcome in reward(samples)]
+
+    reward = MathReward(RewardConfig(timeout_s=0.5))
+    with closing(reward):
+        for rewards, masked in ((RewardSet([reward]), True), (RewardSet([Zero()]), False)):
+            for text in HOSTILE[:2]:
+                result = rewards.score([Sample("p", text, "18")])
+                assert (result.total == [None] and result.timeouts == {"math": 1}) == masked
 
 
 def test_every_reference_equals_itself_boxed(no_worker):

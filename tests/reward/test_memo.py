@@ -5,7 +5,7 @@ import random
 import pytest
 
 import specrl.reward.memo as memo_module
-from specrl.reward.base import Sample
+from specrl.reward.base import LimitError, Sample
 from specrl.reward.config import RewardConfig
 from specrl.reward.format import FormatReward
 from specrl.reward.loading import load_rewards
@@ -19,12 +19,12 @@ class Counting:
 
     name, deterministic = "counting", True
 
-    def __init__(self, failing=()):
-        self.requested, self.failing = [], set(failing)
+    def __init__(self, failing=(), failure=None):
+        self.requested, self.failing, self.failure = [], set(failing), failure
 
     def __call__(self, samples):
         self.requested += [sample.completion for sample in samples]
-        return [LookupError("down") if s.completion in self.failing else self.value(s) for s in samples]
+        return [self.failure if s.completion in self.failing else self.value(s) for s in samples]
 
     @staticmethod
     def value(sample):
@@ -77,8 +77,9 @@ def test_control_a_key_without_a_part_is_seen(monkeypatch, part):
     assert disagreements() > 0
 
 
-def test_failures_are_scored_again_and_never_kept():
-    reward = Counting(failing="b")
+@pytest.mark.parametrize("failure", [LookupError("down"), LimitError("no result in time")])
+def test_failures_are_scored_again_and_never_kept(failure):
+    reward = Counting(failing="b", failure=failure)
     kept = RewardSet([reward], max_failure_ratio=1)
     batch = [Sample("p", "a"), Sample("p", "b")]
     first, second = kept.score(batch), kept.score(batch)

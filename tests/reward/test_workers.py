@@ -154,7 +154,7 @@ def by_the_text(pool, *payloads) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hard", "workers"), [(["sleep", 60], 2), (["hold", 9], 1), (["memory", 2**30], 1)])
+@pytest.mark.parametrize(("hard", "workers"), [(["hold", 9], 2), (["memory", 2**30], 1)])
 def test_a_limit_is_the_texts_doing_when_the_workers_answer_others(handlers, hard, workers):
     with closing(WorkerPool(handlers, RewardConfig(timeout_s=0.5, memory_mb=512, workers=workers))) as pool:
         assert by_the_text(pool, hard, hard) == [False, False], "nothing was ever answered"
@@ -174,16 +174,6 @@ def test_a_limit_is_not_the_texts_doing_when_what_the_workers_need_is_gone(handl
         assert by_the_text(pool, ["echo", 1], service) == [False], "what is answered without the service says nothing"
         (tmp_path / "down").unlink()
         assert by_the_text(pool, service, ["sleep", 60]) == [True]
-
-
-@pytest.mark.slow
-def test_a_request_that_takes_over_half_the_limit_is_not_asked_again_to_see_whether_workers_answer(handlers, tmp_path):
-    """On a slower machine it would exceed the limit too, and no text would ever be the cause."""
-    service = ["service", str(tmp_path / "down")]
-    with closing(WorkerPool(handlers, RewardConfig(timeout_s=0.5))) as pool:
-        pool.map([["echo", 1], service])
-        (tmp_path / "down").touch()
-        assert by_the_text(pool, ["sleep", 60]) == [True]
 
 
 def test_a_timeout_of_the_functions_own_is_its_own_failure(pool):
@@ -257,17 +247,6 @@ def test_a_worker_killed_while_idle_is_replaced_before_the_next_call(pool, tmp_p
     assert pool.call(["kill_once", str(tmp_path / "killed")]) == "second"
 
 
-def test_a_worker_killed_during_a_call_repeats_the_call(handlers):
-    with closing(WorkerPool(handlers, RewardConfig(timeout_s=5))) as pool:
-        pool.start()
-        (pid,) = pool.pids()
-        threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
-        start = time.monotonic()
-        assert pool.call(["sleep", 0.6]) is None
-        assert time.monotonic() - start > 0.8
-        assert pool.pids() != [pid]
-
-
 def test_an_input_that_kills_its_worker_fails_alone(pool):
     with pytest.raises(WorkerError, match=r"died twice on this input \(killed by signal 9"):
         pool.call(["kill_self", 0])
@@ -336,45 +315,22 @@ def run_script(tmp_path: Path, body: str) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize("task", ["None", '["hold", 9]', '["stubborn", 0]'])
-def test_workers_die_with_a_killed_parent(handlers, tmp_path, task):
-    parent = run_script(
-        tmp_path,
-        f"""
-        import threading, time
-        pool = WorkerPool("worker_handlers:make", RewardConfig(timeout_s=60))
-        pool.start()
-        task = {task}
-        if task:
-            threading.Thread(target=pool.call, args=(task,)).start()
-            time.sleep(0.3)
-        print(*pool.pids(), flush=True)
-        time.sleep(60)
-        """,
-    )
-    pid = int(parent.stdout.readline())
-    try:
-        assert alive(pid)
-        parent.kill()
-        parent.wait(5)
-        assert gone_within(pid, 2)
-    finally:
-        parent.stdout.close()
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def test_workers_die_with_a_killed_parent_that_has_a_forked_child(handlers, tmp_path):
+def test_workers_die_with_a_killed_parent_that_has_a_forked_child(handlers, tmp_path, task):
     """The child, such as a data loader's, never uses the pool and outlives the parent."""
     parent = run_script(
         tmp_path,
-        """
-        import os, time
+        f"""
+        import os, threading, time
         pool = WorkerPool("worker_handlers:make", RewardConfig(timeout_s=60))
         pool.start()
         child = os.fork()
         if child == 0:
             time.sleep(30)
             os._exit(0)
+        task = {task}
+        if task:
+            threading.Thread(target=pool.call, args=(task,)).start()
+            time.sleep(0.3)
         print(*pool.pids(), child, flush=True)
         time.sleep(60)
         """,
@@ -413,12 +369,3 @@ def test_a_forked_child_gets_workers_of_its_own(handlers, tmp_path):
     )
     assert parent.communicate(timeout=20)[0] == "good\n"
     assert parent.returncode == 0
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"workers": 0}, {"timeout_s": 0}, {"timeout_s": float("nan")}, {"memory_mb": -1}, {"start_timeout_s": 0}]
-)
-def test_wrong_settings_are_named(wrong):
-    (name,) = wrong
-    with pytest.raises(RewardError, match=rf"reward\.{name} .*got {wrong[name]}"):
-        WorkerPool("worker_handlers:make", RewardConfig(**wrong))

@@ -8,11 +8,9 @@ import torch
 
 from specrl.rollout.keys import derive_key, generation
 from specrl.rollout.noise import (
-    MASS_BITS,
     gumbel,
     hash_tokens,
     keyed_sample,
-    masses,
     process_logits,
     row_words,
     uniform,
@@ -148,43 +146,7 @@ def test_noise_ignores_batch_order_chunks_and_vocabulary_padding():
     assert not noise(keys.flip(0), positions, 257).equal(whole)
 
 
-@pytest.mark.parametrize("law", [(1.0, 0, 1.0), (0.7, 9, 1.0), (1.0, 0, 0.6), (0.0, 0, 1.0)], ids=str)
-def test_some_ids_draw_as_if_the_others_had_no_chance(law):
-    at, vocab = torch.arange(64), 5001
-    ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(3))[:700].sort().values
-    logits = torch.randn(64, vocab, generator=torch.Generator().manual_seed(4)) * 2
-    outside = torch.ones(vocab, dtype=torch.bool)
-    outside[ids] = False
-    settings = dict(zip(("temperature", "top_k", "top_p"), law, strict=True))
-    want = keyed_sample(logits.masked_fill(outside, -torch.inf), keys_of(64), at, ids[at], **settings)
-    got = keyed_sample(logits[:, ids], keys_of(64), at, at, ids.int(), **settings)
-    assert got[0].equal(want[0])
-    for mine, theirs in zip(got[1:], want[1:], strict=True):
-        torch.testing.assert_close(mine, theirs)
-    if law[0]:
-        columns = keyed_sample(logits[:, ids], keys_of(64), at, **settings)[0]
-        assert not ids[columns].equal(want[0]), "control: the noise of the columns' own numbers"
-
-
 # Its distribution -----------------------------------------------------------------------------------------------------
-
-
-def test_gumbel_moments_and_kolmogorov_smirnov():
-    sample = noise(keys_of(200), torch.arange(200) % 13, 5000).double().flatten().numpy()
-    n = sample.size
-    assert abs(sample.mean() - 0.5772156649) < 5 * math.pi / math.sqrt(6 * n)
-    assert abs(sample.var() - math.pi**2 / 6) < 5 * math.sqrt((5.4 - 1) * (math.pi**2 / 6) ** 2 / n)
-    assert sample.min() > -3.0
-    assert sample.max() < 22.3
-    assert ks(sample, lambda x: np.exp(-np.exp(-x))) < 2.5 / math.sqrt(n)  # p < 1e-5
-    assert ks(sample, lambda x: np.exp(-np.exp(-(x - 0.01)))) > 2.5 / math.sqrt(n)  # control: detects 0.01
-    assert ks(-sample, lambda x: np.exp(-np.exp(-x))) > 2.5 / math.sqrt(n)
-
-
-def ks(sample, cdf) -> float:
-    x = np.sort(sample)
-    f, n = cdf(x), len(x)
-    return max((np.arange(1, n + 1) / n - f).max(), (f - np.arange(n) / n).max())
 
 
 def test_the_upper_tail_follows_the_law_down_to_1e_5():
@@ -420,17 +382,6 @@ def test_the_nucleus_is_the_same_in_any_order_and_as_in_float64(kind, fault):
         assert kept.equal(torch.tensor(nucleus_by_hand(logits.float().numpy(), top_p)))
         other += int((kept != torch.tensor(nucleus_by_hand(logits.float().numpy(), top_p + fault))).any())
     assert other == 3, "control: a little more mass is seen"
-
-
-def test_masses_are_exponentials_in_integers():
-    z = -torch.rand(1, 20_000, generator=torch.Generator().manual_seed(9)) * 20
-    z[0, 0] = 0.0
-    weight = masses(z, torch.zeros(1, 1))[0].double() / 2**MASS_BITS
-    want = z[0].double().exp()
-    assert ((weight - want).abs() <= 1e-6 * want + 2.0**-MASS_BITS).all()
-    halves = masses(-torch.tensor([[0.0, 1.0, 2.0, 4.0, 8.0]]) * math.log(2), torch.zeros(1, 1))[0]
-    assert halves.tolist() == [2 ** (MASS_BITS - n) for n in (0, 1, 2, 4, 8)]
-    assert masses(torch.tensor([[-torch.inf, -1e30]]), torch.zeros(1, 1)).tolist() == [[0, 0]]
 
 
 def test_top_k_comes_before_the_nucleus_and_both_after_temperature():

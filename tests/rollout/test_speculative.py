@@ -1,7 +1,6 @@
 """Tests of the rollout stage over several visits: keys, samples, replay, and that the cache never changes a token."""
 
 import copy
-import pickle
 import random
 import time
 from dataclasses import replace
@@ -14,13 +13,11 @@ import torch
 from specrl.rollout.build import build_engine
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.config import RolloutConfig
-from specrl.rollout.drafting.ngrams import token_ids
-from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.base import EngineSpec
 from specrl.rollout.keys import derive_key, generation
 from specrl.rollout.sections import BudgetConfig
 from specrl.rollout.speculative import SpeculativeRollout
-from specrl.rollout.types import Completion, EngineStats, Request, RolloutError, Row, Trajectory
+from specrl.rollout.types import Completion, EngineStats, RolloutError, Row, Trajectory
 from specrl.rollout.verify import Accepted
 
 VOCAB, EOS = 61, frozenset({1, 7})
@@ -104,25 +101,21 @@ def test_the_whole_stage_is_timed_drafting_included(monkeypatch):
     assert plain.total_s == 0.5
 
 
-@pytest.mark.parametrize("replay", [0.0, 0.5, 1.0])
-def test_replay_decides_which_keys_stay(replay):
-    rollout = fake(RolloutConfig(max_new_tokens=4, replay=replay))
+def test_replay_decides_which_keys_stay():
+    """`test_generation_keeps_the_share_that_is_asked_for` has the share."""
+    rollout = fake(RolloutConfig(max_new_tokens=4, replay=0.5))
     rows = rows_of(*"abcdefgh", group=25)
-    keys, replayed = [], []
+    before = []
     for visit in range(4):
         batch = rollout.generate(rows, visit=visit, step=visit)
-        want = [
-            generation(SEED, r.example_id, s, visit, replay) for r, s in zip(rows, batch.sample_indices, strict=True)
-        ]
-        assert batch.keys == [
-            derive_key(SEED, r.example_id, s, g) for r, s, g in zip(rows, batch.sample_indices, want, strict=True)
-        ]
-        keys.append(batch.keys)
-        replayed.append(batch.replayed)
-    assert not any(replayed[0])
-    for before, now, kept in zip(keys, keys[1:], replayed[1:], strict=False):
-        assert [a == b for a, b in zip(before, now, strict=True)] == kept
-        assert abs(sum(kept) / 200 - replay) <= 5 * (replay * (1 - replay) / 200) ** 0.5
+        slots = [(row.example_id, sample) for row, sample in zip(rows, batch.sample_indices, strict=True)]
+        assert batch.keys == [derive_key(SEED, *slot, generation(SEED, *slot, visit, 0.5)) for slot in slots]
+        if before:
+            assert batch.replayed == [old == new for old, new in zip(before, batch.keys, strict=True)]
+            assert 50 < sum(batch.replayed) < 150
+        else:
+            assert not any(batch.replayed)
+        before = batch.keys
 
 
 def test_fresh_rows_never_use_training_keys():
@@ -198,21 +191,15 @@ def test_lenient_drafts_the_slots_own_text_with_its_logprobs_only():
     assert nothing.drafter is None
 
 
-def test_judged_drafts_from_all_texts_and_knows_the_law_of_the_slots_own():
+def test_judged_drafts_from_all_texts_and_knows_and_stores_the_law_of_the_slots_own():
     cache = cache_of()
     cache.put("a", 0, Trajectory((10, 11), 0, "length", 0, 0, None, (-1.0, -2.0)))
-    rollout = fake(RolloutConfig(acceptance="judged", max_new_tokens=8), cache)
-    rollout.generate(rows_of("a", "a"), visit=1, step=1)
+    rollout = fake(RolloutConfig(acceptance="judged", max_new_tokens=4), cache)
+    rows = rows_of("a", "a")
+    batch = rollout.generate(rows, visit=1, step=1)
     own, sibling = rollout.engine.asked
     assert own.drafter.propose([], 9) == sibling.drafter.propose([], 9) == [10, 11]
     assert (own.draft_logprobs, sibling.draft_logprobs) == ((-1.0, -2.0), None)
-
-
-def test_judged_stores_the_law_that_drew_each_token():
-    cache = cache_of()
-    rollout = fake(RolloutConfig(acceptance="judged", max_new_tokens=4), cache)
-    rows = rows_of("a")
-    batch = rollout.generate(rows, visit=0, step=1)
     batch.completions[0].behaviour_logprobs = [-0.5, -3.0, -0.5, -0.5]
     rollout.store(rows, batch, step=1)
     assert cache.get("a", 0).logprobs == (-0.5, -3.0, -0.5, -0.5)
@@ -249,6 +236,7 @@ def test_what_is_stored(acceptance):
     rows = rows_of("a", "b", group=2)
     batch = rollout.generate(rows, visit=0, step=5)
     before = batch.total_s
+    rollout.engine.weight_version = 4  # it may have been updated since
     rollout.store(rows, batch, step=5, rewards=[1.0, None, 0.0, 0.5])
     if acceptance == "off":
         assert rollout.cache is None
@@ -262,15 +250,6 @@ def test_what_is_stored(acceptance):
         assert stored.logprobs == ((-0.5,) * 4 if acceptance == "lenient" else None)
     assert batch.store_s > 0
     assert batch.total_s == pytest.approx(before + batch.store_s), "storing is charged"
-
-
-def test_plain_uses_the_keys_it_is_given_and_no_drafts():
-    cache = cache_of()
-    cache.put("a", 0, Trajectory((10, 11), key=0, finish="length", version=0, step=0))
-    rollout = fake(cache=cache)
-    batch = rollout.plain(rows_of("a", "a"), [42, 43])
-    assert [(q.key, q.drafter, q.max_new_tokens) for q in rollout.engine.asked] == [(42, None, 8), (43, None, 8)]
-    assert (batch.keys, batch.sample_indices, batch.ages) == ([42, 43], [0, 1], [None, None])
 
 
 def test_unchanged_rows_are_those_whose_stored_text_came_again():
@@ -337,9 +316,8 @@ def off(visit, config, rows):
     return replace(config, acceptance="off"), rows
 
 
-@pytest.mark.parametrize("replay", [0.0, 0.5, 1.0])
-def test_off_equals_exact_while_the_weights_change(epochs, replay):
-    config = config_of(replay=replay)
+def test_off_equals_exact_while_the_weights_change(epochs):
+    config = config_of(replay=0.5)
     exact, plain = roll(epochs, None, config=config), roll(epochs, off, config=config)
     assert texts(exact) == texts(plain)
     for (_, e), (_, p) in zip(exact, plain, strict=True):
@@ -356,17 +334,15 @@ def test_off_equals_exact_while_the_weights_change(epochs, replay):
 
 @pytest.mark.slow
 def test_other_weights_or_a_biased_rule_are_seen_by_the_same_comparison(epochs):
-    exact = roll(epochs, None)
-    assert texts(roll([epochs[0]] * 4, None)) != texts(exact), "stale weights"
-    lenient = roll(epochs, None, config=config_of(acceptance="lenient", lenience=1.5))
+    exact = roll(epochs[:2], None)
+    assert texts(roll([epochs[0]] * 2, None)) != texts(exact), "stale weights"
+    lenient = roll(epochs[:2], None, config=config_of(acceptance="lenient", lenience=1.5))
     assert texts(lenient) != texts(exact), "SPEC-RL as published"
     assert texts(lenient)[0] == texts(exact)[0], "which only starts with the second visit"
 
 
-@pytest.mark.parametrize("replay", [0.0, 1.0])
-def test_a_lost_cache_changes_no_token(epochs, replay):
-    config = config_of(replay=replay)
-    kept, lost = roll(epochs, None, config=config), roll(epochs, None, cache="lose", config=config)
+def test_a_lost_cache_changes_no_token(epochs):
+    kept, lost = roll(epochs, None), roll(epochs, None, cache="lose")
     assert texts(kept) == texts(lost)
     assert all({"prefix", "position", "earlier"}.isdisjoint(batch.stats.sources) for _, batch in lost)
     assert all({"prefix", "earlier"} <= set(batch.stats.sources) for _, batch in kept[1:])
@@ -451,52 +427,6 @@ def test_sampling_settings_may_change_between_visits(epochs):
     assert texts(roll(epochs, None))[1] != texts(visits)[1]  # control: the distribution matters
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sources", [[], ["prefix", "position"], ["earlier", "group"]])
-@pytest.mark.parametrize("window", [0, 3])
-def test_sources_decide_drafts_only(epochs, sources, window):
-    visits = roll(epochs, None, config=config_of(sources=sources, window=window))
-    assert texts(visits) == texts(roll(epochs, off))
-    used = {name for _, batch in visits for name in batch.stats.sources}
-    assert used <= set(sources)
-    if window:
-        assert used == set(sources)
-
-
-def hostile(prompts, texts):
-    """An index that returns random positions of random texts, and tokens that do not exist."""
-    found = []
-    for prompt in prompts:
-        prompt.texts[0] = token_ids([HOSTILE.randrange(-2, VOCAB + 2) for _ in range(20)])
-        text = HOSTILE.randrange(len(prompt.texts))
-        found.append([(text, HOSTILE.randrange(len(prompt.texts[text]) + 1), HOSTILE.choice([0, 2, 8]))])
-    return found
-
-
-HOSTILE = random.Random(8)
-
-
-@pytest.mark.parametrize("cut", ["together", "each row alone", "another prompt's index", "hostile"])
-def test_what_an_index_knows_changes_no_token(epochs, cut, monkeypatch):
-    """Parts of a group on several workers, mixed-up indices and hostile ones."""
-    rows, keys = rows_of("a", "b", group=4), [derive_key(SEED, "index", i, 0) for i in range(8)]
-    engine = build_engine(EngineSpec(eos_ids=EOS, rollout=config_of()), epochs[0])
-    plain, _ = engine.generate([Request(r.prompt, k, 24) for r, k in zip(rows, keys, strict=True)])
-    old = [c.tokens[::-1] if i % 3 else c.tokens for i, c in enumerate(plain)]
-    if cut == "hostile":
-        monkeypatch.setattr("specrl.rollout.drafting.suffix.find", hostile)
-    groups = [PromptTexts(old[i : i + 4]) for i in (0, 4)]
-    group_of = [i // 4 if cut != "another prompt's index" else i % 2 for i in range(8)]
-    requests = [
-        Request(r.prompt, k, 24, SuffixDrafter(groups[g], text))
-        for r, k, g, text in zip(rows, keys, group_of, old, strict=True)
-    ]
-    shares = [[request] for request in requests] if cut == "each row alone" else [requests]
-    done = [c for share in shares for c in engine.generate(pickle.loads(pickle.dumps(share)))[0]]
-    assert [(c.tokens, c.finish) for c in done] == [(c.tokens, c.finish) for c in plain]
-    assert any(any(c.reused) for c in done)
-
-
 def test_a_rule_that_trusts_its_drafts_is_seen_by_the_same_comparison(epochs, monkeypatch):
     def trusting(key, draft, drawn):
         tokens = [*draft.tokens, drawn.tokens[-1]]
@@ -517,34 +447,3 @@ def test_lenient_over_visits_uses_what_it_stored(epochs):
         assert all(all(c.reused) for c in now.completions)
         for a, b in zip(before.completions, now.completions, strict=True):
             assert b.behaviour_logprobs == pytest.approx(a.logprobs, abs=1e-6), "the policy that verified the text last"
-
-
-def test_evaluation_and_control_rows_draw_noise_of_their_own():
-    rollout, rows = fake(RolloutConfig(max_new_tokens=4)), rows_of("a", "b")
-    keys = [
-        key
-        for domain in ("rollout", "control", "eval")
-        for visit in range(3)
-        for key in rollout.generate(rows, visit=visit, step=0, domain=domain).keys
-    ]
-    assert len(set(keys)) == len(keys) == 18
-
-
-def test_a_text_is_stored_with_the_version_that_wrote_it():
-    """The engine may have been updated between sampling and storing."""
-    cache = cache_of()
-    rollout, rows = fake(cache=cache), rows_of("a", group=2)
-    batch = rollout.generate(rows, visit=0, step=3)
-    rollout.engine.weight_version = 4
-    rollout.store(rows, batch, step=3)
-    assert [t.version for t in cache.siblings("a")] == [3, 3]
-
-
-def test_without_a_cache_nothing_is_drafted_or_stored():
-    rollout = fake(cache=None)
-    rows = rows_of("a", group=2)
-    for visit in range(2):
-        batch = rollout.generate(rows, visit=visit, step=visit)
-        rollout.store(rows, batch, step=visit)
-        assert all(q.drafter is None for q in rollout.engine.asked)
-        assert batch.ages == [None, None]

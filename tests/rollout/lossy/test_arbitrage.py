@@ -63,11 +63,6 @@ def test_scores_are_probabilities_and_the_threshold_is_monotone():
     assert 0 < counts[2] < 40
 
 
-def test_nan_weights_are_a_fault():
-    decision = decide(learned([math.nan] * len(WEIGHTS)), [candidate(wrote(-1.0))])
-    assert (decision.escalate, decision.faults) == ([True], 1)
-
-
 def test_a_saved_router_decides_as_before(tmp_path):
     write_card(tmp_path, CARD)
     loaded = load_learned(tmp_path, **PAIR, threshold=0.3)
