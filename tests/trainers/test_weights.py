@@ -13,7 +13,7 @@ from specrl.rollout.engines.base import Probe
 from specrl.rollout.types import Request, RolloutError
 from specrl.trainers.weights import PolicyWeights, check, check_shared, probe, send
 from tests.engines import local
-from tests.runs import by_two_processes, differences, policy, run
+from tests.runs import differences, run
 
 TEXT = tuple(range(3, 40))
 
@@ -294,38 +294,6 @@ def test_a_shared_policy_that_was_changed_behind_the_engine_is_noticed(build_mod
     with pytest.raises(RolloutError, match=r"weight version 3 .* does not compute what the trainer's model computes"):
         check(engine, model, 3, TEXT)
     check(own_engine(build_model("qwen3", seed=2)), model, 3, TEXT)  # separate weights were probed when sent
-
-
-FSDP = """
-import json, os, sys, torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
-from specrl.trainers.weights import PolicyWeights, probe
-
-dist.init_process_group("gloo")
-whole = AutoModelForCausalLM.from_pretrained(os.environ["POLICY"], dtype=torch.float32)
-sharded = AutoModelForCausalLM.from_pretrained(os.environ["POLICY"], dtype=torch.float32)
-mesh = init_device_mesh("cpu", (2,))
-for layer in sharded.model.layers:
-    fully_shard(layer, mesh=mesh)
-fully_shard(sharded, mesh=mesh)
-local = sum(p.to_local().numel() for p in sharded.parameters())
-assert local < 0.6 * sum(p.numel() for p in whole.parameters()), "each process holds half"
-sent, expected = dict(PolicyWeights(sharded)), dict(PolicyWeights(whole))
-assert sent.keys() == expected.keys()
-assert all(torch.equal(tensor, expected[name]) for name, tensor in sent.items())
-text = list(range(3, 30))
-assert max(abs(a - b) for a, b in zip(probe(sharded, text).logprobs, probe(whole, text).logprobs)) < 1e-4
-json.dump(len(sent), open(f"{sys.argv[1]}/rank{dist.get_rank()}.json", "w"))
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_shards_of_fsdp_are_gathered(tmp_path):
-    by_two_processes(tmp_path, FSDP, 120, POLICY=str(policy()))
 
 
 @pytest.fixture

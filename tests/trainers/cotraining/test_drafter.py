@@ -10,7 +10,6 @@ from functools import cache
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from specrl.rollout.engines.base import SamplingParams
@@ -19,7 +18,6 @@ from specrl.rollout.engines.local.head import Head
 from specrl.rollout.keys import derive_key
 from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import Request, RolloutError
-from specrl.trainers import snapshot
 from specrl.trainers.config import DrafterConfig
 from specrl.trainers.cotraining import distil
 from specrl.trainers.cotraining.distil import forward_kl
@@ -283,11 +281,6 @@ def test_another_vocabulary_is_refused(build_model):
         DrafterTrainer(build_model("qwen3", vocab=50), build_model("llama"), DrafterConfig(), SAMPLING)
 
 
-def test_something_else_than_a_causal_lm_is_refused(build_model):
-    with pytest.raises(RolloutError, match=r"Linear is not a causal LM"):
-        DrafterTrainer(torch.nn.Linear(2, 2), build_model("llama"), DrafterConfig(), SAMPLING)
-
-
 def test_a_lora_policy_teaches_with_its_adapters(build_model, monkeypatch):
     peft = pytest.importorskip("peft")
     base = build_model("llama")
@@ -308,43 +301,6 @@ def test_a_lora_policy_teaches_with_its_adapters(build_model, monkeypatch):
 
 
 # Resuming -------------------------------------------------------------------------------------------------------------
-
-
-def without_seconds(run):
-    return [{k: v for k, v in metrics.items() if not k.startswith("timing_s/")} for metrics in run]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_is_the_uninterrupted_one(build_model, tmp_path, kind):
-    moving = Moving(build_model)
-    uninterrupted = trainer_of(moving, kind)
-    first = follow(moving, uninterrupted, range(3))
-    uninterrupted.save(tmp_path)
-    rest = follow(moving, uninterrupted, range(3, 6))
-
-    def resumed():
-        moving.rollout(4)  # the policy has changed when the resumed trainer is built
-        trainer = trainer_of(moving, kind)
-        trainer.load(tmp_path)
-        return trainer, follow(moving, trainer, range(3, 6))
-
-    trainer, again = resumed()
-    assert without_seconds(again) == without_seconds(rest)
-    assert same(weights_of(trainer.drafter), weights_of(uninterrupted.drafter))
-    assert without_seconds(first) != without_seconds(rest)  # control
-    save_file({}, tmp_path / snapshot.OPTIMIZER)
-    assert not same(weights_of(resumed()[0].drafter), weights_of(uninterrupted.drafter)), "control: the moments matter"
-
-
-def test_the_state_of_another_drafter_is_refused(build_model, tmp_path):
-    moving = Moving(build_model)
-    trainer_of(moving).save(tmp_path)
-    deeper = DrafterTrainer(truncated(moving.policy, layers=2), moving.policy, DrafterConfig(), SAMPLING)
-    before = weights_of(deeper.drafter)
-    with pytest.raises(RolloutError, match=r"of another model: 'model\.layers\.1"):
-        deeper.load(tmp_path)
-    assert same(before, weights_of(deeper.drafter)), "nothing was loaded"
 
 
 # Several processes ----------------------------------------------------------------------------------------------------

@@ -99,17 +99,15 @@ def configure(trainer=None, rollout=None, **more):
         ({"trainer": {"rows_per_pass": 8}}, {"steps_per_generation": 2, "generation_batch_size": 16}),
         ({"world": 2, "trainer": {"rows_per_pass": 2}}, {"per_device_train_batch_size": 2, "steps_per_generation": 4}),
         ({"rollout": {"temperature": 0.7, "top_p": 0.9, "top_k": 5}}, {"temperature": 0.7, "top_p": 0.9, "top_k": 5}),
-        ({"rollout": {"max_new_tokens": 77}}, {"num_generations": 4, "max_completion_length": 77}),
         (
-            {"trainer": {"learning_rate": 0.5, "weight_decay": 0.1, "lr_schedule": "cosine", "warmup_steps": 7}},
-            {"learning_rate": 0.5, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 7},
+            {"trainer": {"weight_decay": 0.1, "lr_schedule": "cosine", "warmup_steps": 7}},
+            {"weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 7},
         ),
         (
             {"trainer": {"epochs": 5, "updates_per_rollout": 3}},
             {"num_train_epochs": 5, "max_steps": -1, "num_iterations": 3},
         ),
         ({"trainer": {"max_steps": 9, "save_every": 6}}, {"max_steps": 9, "save_steps": 6, "save_total_limit": None}),
-        ({"trainer": {"clip": 0.1, "clip_high": 0.3}}, {"epsilon": 0.1, "epsilon_high": 0.3}),
         ({"trainer": {"algorithm": "dapo"}}, {"epsilon": 0.2, "epsilon_high": 0.28, "loss_type": "dapo"}),
         ({}, {"loss_type": "grpo", "beta": 0.0, "scale_rewards": "group", "importance_sampling_level": "token"}),
         ({"trainer": {"loss": "dr_grpo", "beta": 0.04}}, {"loss_type": "dr_grpo", "beta": 0.04}),
@@ -121,16 +119,7 @@ def configure(trainer=None, rollout=None, **more):
             {"trainer": {"algorithm": "ppo", "minibatches": 2, "entropy_bonus": 0.1, "mask_truncated": True}},
             {"steps_per_generation": 2, "loss_type": "dapo", "entropy_coef": 0.1, "mask_truncated_completions": False},
         ),
-        (
-            {"trainer": {"algorithm": "ppo", "prompts_per_step": 3}, "rollout": {"group_size": 1}},
-            {"num_generations": 1, "generation_batch_size": 3},
-        ),
         ({"trainer": {"ratio": "sequence"}}, {"importance_sampling_level": "sequence", "epsilon": 3e-4}),
-        ({"trainer": {"gradient_checkpointing": True}}, {"gradient_checkpointing": True, "bf16": False}),
-        (
-            {"trackers": ["tensorboard"]},
-            {"report_to": ["tensorboard"], "output_dir": "out", "seed": 3, "use_cpu": True},
-        ),
     ],
 )
 def test_options_become_trl_arguments(options, expected):
@@ -250,20 +239,6 @@ def test_the_first_update_gives_the_old_log_probs_of_the_others(tmp_path):
         trainer._compute_loss = loss
 
     assert "losses" in differences(right, run(tmp_path, forget, name="forgotten", **options))
-
-
-def test_the_reference_of_adapters_is_the_policy_without_them(tmp_path):
-    gaps_of_steps = []
-
-    def watch(trainer):
-        def seen(out):
-            gaps_of_steps.append((out["ref_per_token_logps"] - log_probs(trainer, out)) * out["completion_mask"])
-
-        rewritten(trainer, seen)
-
-    run(tmp_path, watch, trainer__beta=0.1, lora__rank=4, trainer__learning_rate=1e-2, trainer__max_steps=3)
-    gaps = [gap.abs().max().item() for gap in gaps_of_steps]
-    assert gaps[0] < 1e-4 < 1e-3 < gaps[2]
 
 
 def watch_gaps(gaps: dict):

@@ -85,15 +85,17 @@ EVALUATED = {
 
 @pytest.mark.slow
 def test_a_resumed_script_goes_on_as_if_undisturbed_and_no_key_comes_twice(tmp_path):
-    undisturbed = train(tmp_path, script=make_conversations, **EVALUATED)
+    config = RolloutConfig(measure_every=3)
+    undisturbed = train(tmp_path, config, script=make_conversations, **EVALUATED)
     training = [key for batch in undisturbed.training for key in batch.keys]
     assert len(set(training)) == len(training), "over all turns"
     assert not {*training} & {key for b in undisturbed.batches if not b.training for key in b.keys}
-    resumed = train(tmp_path, resume=str(tmp_path / "checkpoint-2"), script=make_conversations, **EVALUATED)
+    resumed = train(tmp_path, config, str(tmp_path / "checkpoint-2"), make_conversations, **EVALUATED)
     later = [b for b in undisturbed.batches if b.step > 2 or (b.step == 2 and b.training)]
     assert [b.keys for b in resumed.batches] == [b.keys for b in later]
     assert [b.tokens for b in resumed.batches] == [b.tokens for b in later]
     assert all(turn.batch.stats.accepted for turn in resumed.batches[0].turns), "the checkpoint holds every turn"
+    assert len(resumed.logged("spec/speedup")) == 1, "control steps are counted over the resume"
     weights = resumed.weights
     assert all(torch.equal(tensor, weights[name]) for name, tensor in undisturbed.weights.items())
 
