@@ -10,27 +10,6 @@ from specrl.config.options import ConfigError
 from specrl.rollout.types import RolloutError
 
 
-def step(epoch, seconds, rollout, sync=0.1, **more):
-    return {"epoch": epoch, "step": 1, "seconds": seconds, "rollout": rollout, "sync": sync,
-            "rest": seconds - rollout - sync, **more}  # fmt: skip
-
-
-def test_what_is_saved_by_hand():
-    ahead_of = {"ahead": 1.5, "ended": 0.5, "unchanged": 0.25}
-    off = [step(1, 4.0, 2.0), step(2, 3.0, 1.0)]
-    auto = [step(1, 2.5, 0.5, **ahead_of), step(2, 2.5, 0.5, **ahead_of)]
-    first, second, whole = ahead.by_epoch(off, auto)
-    assert [line["epoch"] for line in (first, second, whole)] == ["1", "2", "all"]
-    assert (first["speedup"], second["speedup"], whole["speedup"]) == pytest.approx((1.6, 1.2, 1.4))
-    # max(2.0, 1.9) + 0.5 + 0.1, and max(1.0, 1.9) + 0.5 + 0.1
-    assert (first["due"], second["due"], whole["due"]) == pytest.approx((2.6, 2.5, 2.55))
-    assert whole["auto"]["unchanged"] == 0.25
-    assert "unchanged" not in whole["off"]
-    over = ahead.over_repeats([first, first | {"speedup": 1.8}])
-    assert (over["speedup"], over["error"]) == pytest.approx((1.7, 0.1))
-    assert ahead.over_repeats([first])["error"] is None
-
-
 @pytest.fixture
 def ended(monkeypatch):
     """Both runs have ended so."""
@@ -51,13 +30,6 @@ def ended(monkeypatch):
         monkeypatch.setattr(ahead, "start", start)
 
     return end
-
-
-def test_the_first_step_is_left_out(ended, tmp_path):
-    ended()
-    off, auto = ahead.pair({"seed": "0"}, tmp_path)
-    assert off == auto
-    assert [(line["step"], line["epoch"], line["rest"]) for line in off] == [(2, 1, 0.5), (3, 1, 0.5)]
 
 
 @pytest.mark.parametrize(

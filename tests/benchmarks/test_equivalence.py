@@ -64,18 +64,6 @@ def test_the_errors_are_those_promised():
 # The toy --------------------------------------------------------------------------------------------------------------
 
 
-def test_reward_by_hand():
-    right = [[0.0] * toy.SYMBOLS for _ in range(toy.SYMBOLS)]
-    for a, b in ((0, 1), (1, 2), (2, 3)):
-        right[a][b] = 1.0
-    assert toy.reward([1, 2, 3, 0], right) == 1
-    assert toy.reward([1, 2, 3, 5, 5, 0], right) == 1, "other symbols may be in between"
-    assert toy.reward([1, 2, 3], right) == 0, "it did not end"
-    assert toy.reward([1, 2, 0], right) == 0, "two transitions only"
-    assert toy.reward([1, 3, 2, 3, 1, 2, 0], right) == 1
-    assert toy.reward([0], right) == 0
-
-
 def test_the_exact_expectation_is_that_of_the_products_samples():
     right = toy.right_transitions(3)
     policy = toy.TablePolicy(toy.initial_logits(3, right))

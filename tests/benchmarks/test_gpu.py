@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 
-from benchmarks.gpu import rival
 from benchmarks.gpu.__main__ import PHASES, main, parse
 from benchmarks.gpu.run import faults
 from benchmarks.gpu.sizes import SMALL
@@ -201,25 +200,3 @@ def test_training_ends_with_the_same_weights_and_the_production_engine_is_measur
     assert len(found["weights"]["memory"]["seconds"]) == 3
     for line in (found["stock vllm"]["head"], found["device drafts"]["texts"], found["head"]["head"], found["sleep"]):
         assert "only on CUDA" in line["skipped"]
-
-
-class Baseline:
-    """Replaces the process of a stock vLLM."""
-
-    def __init__(self, module, settings):
-        self.tokens_short = settings["model"] == "short"
-
-    def ask(self, rows, sampling_params):
-        return {"tokens": [[7] * (row["max_tokens"] - self.tokens_short) for row in rows], "seconds": 2.0}
-
-    def close(self):
-        pass
-
-
-def test_vllms_seconds_a_token(monkeypatch):
-    monkeypatch.setattr(rival, "Process", Baseline)
-    found = rival.vllm_lines("policy", [[1, 2, 3], [4, 5, 6]], ((2, 8), (1, 4)))
-    assert (found["2 rows"]["tokens"], found["1 rows"]["tokens"]) == (8, 4)
-    assert found["2 rows"]["seconds_a_token"] == 2.0 / 16
-    with pytest.raises(RuntimeError, match="14 tokens instead of 16"):
-        rival.vllm_lines("short", [[1, 2, 3], [4, 5, 6]], ((2, 8),))

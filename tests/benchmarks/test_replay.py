@@ -12,15 +12,11 @@ from benchmarks.replay import (
     count,
     main,
     read_run,
-    revisits,
     summarise,
 )
 from specrl.config import load as cli
-from specrl.config.options import ConfigError
 from specrl.results.records import load_run
-from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.sections import SOURCES
-from specrl.rollout.types import Trajectory
 
 POSITIONS = ("prefix", "position")
 OLD = (10, 11, 12, 13, 14, 15, 16, 1)
@@ -63,83 +59,10 @@ def count_one(new, olds, window=0, sources=SOURCES):
     return counts
 
 
-def test_a_capped_text_is_never_drafted_to_its_end():
-    assert count_one(text(OLD, capped=True), [OLD], 0, POSITIONS) == Counts(1, 7, 7)
-    assert count_one(text(OLD[:1], capped=True), [OLD], 0, POSITIONS) == Counts(1, 0, 0)
-
-
-def test_a_shifted_text_is_picked_up_by_its_suffix_only():
-    new = (9, *OLD)
-    # 8 drafted, none kept, 9 drawn; then 7 drafted at the same positions, ... and none ever agrees.
-    assert count_one(text(new), [OLD], 0, POSITIONS) == Counts(9, 8 + 7 + 6 + 5 + 4 + 3 + 2 + 1, 0)
-    # 2 tokens must agree: 9, 10, 11 are drawn one by one (8 + 7 + 6 drafted), then 12..16 and the EOS ride one pass.
-    assert count_one(text(new), [OLD]) == Counts(4, 8 + 7 + 6 + 6, 6)
-
-
 # --- several
 
 
-def test_drafts_are_those_the_run_had():
-    stored = [
-        text((1,), step=0, sample_index=0),
-        text((2,), step=0, sample_index=1),
-        text((3,), step=2, sample_index=1),
-        text((4,), step=2, sample_index=0),
-        text((5,), step=5, sample_index=1),
-        text((6,), step=5, sample_index=7),
-        text((7,), step=9, example="b"),
-    ]
-    visits = list(revisits(reversed(stored)))
-    assert [[(t.step, t.sample_index) for t in visit.texts] for visit in visits] == [[(2, 0), (2, 1)], [(5, 1), (5, 7)]]
-    assert [[t.tokens for t in visit.stored] for visit in visits] == [[(1,), (2,)], [(4,), (3,)]]
-    olds = [[visit.old(t) for t in visit.texts] for visit in visits]
-    assert [[old and old.tokens for old in row] for row in olds] == [[(1,), (2,)], [(3,), None]]
-
-
-def test_totals_by_hand():
-    changed = (10, 11, 12, 99, 14, 15, 16, 1)
-    texts = [text(OLD, 0), text(OLD, 4, 0), text(OLD, 0, 0, "b"), text(changed, 4, 0, "b"), text((1,), 4, 0, "c")]
-    totals = summarise(texts, POSITIONS, windows=(0, 3))
-    assert (totals["rows"], totals["prompts"]) == (2, 2)
-    plain, whole, narrow = totals["windows"]
-    assert (plain["passes"], plain["slowest"], plain["tokens/pass"], plain["drafted"]) == (8.0, 8, 1.0, 0)
-    assert whole == {
-        "window": "whole",
-        "passes": 1.5,
-        "slowest": 2,
-        "tokens/pass": 16 / 3,
-        "drafted": 20,
-        "accepted": 15,
-        "rate": 0.75,
-        "reused": 15 / 16,
-    }
-    # The changed text: 3 accepted and 99 sampled, then 3 accepted and the EOS sampled.
-    assert (narrow["passes"], narrow["drafted"], narrow["accepted"]) == (2.0, 12, 12)
-
-
-def test_one_step_alone_is_an_error():
-    with pytest.raises(ConfigError, match="No prompt has texts of two steps"):
-        summarise([text(OLD), text(OLD, example="b")])
-
-
 # --- reading
-
-
-def snapshot(directory, entries):
-    cache = TrajectoryCache(Fingerprint())
-    cache.put_many(
-        [(e, s, Trajectory(tuple(t), 0, "stop" if t[-1] == 1 else "length", n, n)) for e, s, t, n in entries]
-    )
-    cache.save(directory, 9)
-
-
-def test_snapshots_of_a_run_are_joined_and_a_text_in_two_of_them_counts_once(tmp_path):
-    snapshot(tmp_path / "checkpoints" / "checkpoint-2" / "trajectories", [("a", 0, OLD, 1), ("b", 0, OLD[:3], 1)])
-    snapshot(tmp_path / "checkpoints" / "checkpoint-10" / "trajectories", [("a", 0, OLD, 7), ("b", 0, OLD[:3], 1)])
-    snapshot(tmp_path / "trajectories", [("a", 0, OLD, 7), ("b", 0, OLD[:3], 1)])
-    texts = read_run(tmp_path)
-    assert sorted((t.example_id, t.step, t.capped) for t in texts) == [("a", 1, False), ("a", 7, False), ("b", 1, True)]
-    assert [(t.step, t.step - v.old(t).step) for v in revisits(texts) for t in v.texts] == [(7, 6)]
 
 
 def test_without_revisits_in_snapshots_the_completions_are_read(tmp_path, capsys):

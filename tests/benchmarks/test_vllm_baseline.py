@@ -8,8 +8,7 @@ import os
 
 import pytest
 
-from benchmarks import process, rivals
-from benchmarks.paired import options, prepare
+from benchmarks import process
 from benchmarks.process import Process
 from benchmarks.vllm_baseline import settings
 from specrl.rollout.config import RolloutConfig
@@ -138,43 +137,3 @@ def test_errors_of_the_process_reach_the_caller(started_with, started):
 
 
 # In turn --------------------------------------------------------------------------------------------------------------
-
-
-class Scripted:
-    """A fake process: records the order of its calls, and takes a second a token."""
-
-    log: list
-    alive: set
-
-    def __init__(self, module, **opening):
-        method = opening.get("acceptance") or opening["settings"].get("speculative_config", {}).get("method", "plain")
-        if method == "suffix":
-            raise RolloutError("ImportError: Arctic Inference is required\nand more")
-        self.name = f"{module} {method}"
-        self.alive.add(self.name)
-
-    def ask(self, **message) -> dict:
-        self.log.append(self.name)
-        if "rows" in message:
-            return {"tokens": [[5, 6]] * len(message["rows"]), "seconds": 4.0, "steps": 3, "accepted": 0}
-        return {"seconds": 2.0, "tokens": 4, "accepted": 2, "steps": 2, "logp": -1.0, "identical": None}
-
-    def close(self) -> None:
-        self.alive.remove(self.name)
-
-
-def test_engines_take_turns_and_none_is_here(monkeypatch):
-    log: list[str] = []
-    fake = type("Fake", (Scripted,), {"log": log, "alive": set()})
-    monkeypatch.setattr(rivals, "Process", fake)
-    words = ("rows=2", "rollout.group_size=2", "rollout.max_new_tokens=4", "rollout.engine=vllm")
-    bench, *_ = prepare(options("config=grpo_math_vllm", *words))
-    monkeypatch.setattr("specrl.rollout.build.build_engine", lambda *_: pytest.fail("an engine in this process"))
-    lines = {line.method: line for line in rivals.compare(bench, repeats=2)}
-    ours = [f"benchmarks.rival_engine {method}" for method in ("exact", "lenient", "exact", "exact")]
-    assert log == [*(f"benchmarks.vllm_baseline {method}" for method in ("plain", "ngram")), *ours] * 3
-    assert not fake.alive
-    assert lines["specrl exact, replay 0"].speedup == 2.0
-    assert lines["vLLM + suffix"].note == (
-        "vLLM cannot speculate by suffix here: ImportError: Arctic Inference is required"
-    )

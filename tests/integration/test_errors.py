@@ -37,13 +37,8 @@ def rows(path, count, text="What is {n} + {n}?"):
 
 CASES = [
     ({"rollout__replya": 1}, "rollout.replya", "rollout.replay"),
-    ({"data": "{d}/few.jsonl", "dataset__train_size": 0}, "prompts_per_step=4", "3"),
-    ({"data": "{d}/long.jsonl"}, "12 of 12 prompts", "228"),
-    ({"rollout__max_new_tokens": 256}, "256", "rollout.max_new_tokens=128"),
     ({"model": "{d}/torn"}, "torn", "cannot be loaded"),
     ({"model": "{d}/small"}, "tokenizer=", "20"),
-    ({"lora__rank": 4, "lora__targets": "[q_proj,qproj]"}, "'qproj'", "q_proj, "),
-    ({"device": "tpu9"}, "device=tpu9", "auto, cpu"),
     ({"device": "cuda:77"}, "device=cuda:77", "device="),
     ({"output_dir": "{d}/few.jsonl"}, "output_dir=", "Not a directory"),
     ({"output_dir": "/proc/nowhere"}, "output_dir=/proc/nowhere", "cannot be written"),
@@ -57,7 +52,6 @@ def things(tmp_path_factory):
     folder = tmp_path_factory.mktemp("things")
     rows(folder / "train.jsonl", 12)
     rows(folder / "few.jsonl", 3)
-    rows(folder / "long.jsonl", 12, text="1 + " * 200 + "{n}")
     shutil.copytree(policy(), folder / "torn")
     weights = folder / "torn" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
@@ -122,10 +116,6 @@ def test_a_run_whose_schedule_depends_on_its_length_cannot_be_longer(tmp_path, r
     assert "trainer.lr_schedule=constant" in text
 
 
-def remove(path):
-    path.unlink()
-
-
 def flip(path):
     """Changes one bit in the middle of the tokens."""
     data = bytearray(path.read_bytes())
@@ -134,15 +124,14 @@ def flip(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("damage", "quarantined"), [(remove, 0), (flip, 1)])
-def test_a_damaged_cache_in_a_checkpoint_costs_only_its_drafts(tmp_path, damage, quarantined, caplog):
+def test_a_damaged_cache_in_a_checkpoint_costs_only_its_drafts(tmp_path, caplog):
     uninterrupted = recorded()
     first = run(tmp_path, trainer__max_steps=4)
-    damage(tmp_path / "run" / "checkpoints" / "checkpoint-4" / "trajectories" / "trajectories.parquet")
+    flip(tmp_path / "run" / "checkpoints" / "checkpoint-4" / "trajectories" / "trajectories.parquet")
     rest = run(tmp_path, resume="auto", trainer__max_steps=6)
     assert [s.tokens for s in (first + rest).steps] == [s.tokens for s in uninterrupted.steps[:6]]
     assert rest.steps[0].metrics["spec/hit_rate"] == 0
-    assert rest.steps[0].metrics["cache/quarantined"] == quarantined
+    assert rest.steps[0].metrics["cache/quarantined"] == 1
     assert "trajectories/trajectories.parquet" in caplog.text, "the file is named"
 
 

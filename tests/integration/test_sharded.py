@@ -113,7 +113,6 @@ RUNS = {
     "shared": {},
     "copy": {"trainer__precision": "bf16", "trainer__max_steps": 2, "trainer__save_every": 1} | EVALUATED,
     "rest": {"trainer__precision": "bf16", "trainer__max_steps": 3, "name": "copy", "resume": "auto"},
-    "ppo bf16": PPO | {"trainer__precision": "bf16", "trainer__critic__model": "head", "trainer__max_steps": 2},
     "ppo fp32": PPO,
     "ppo fp32 cut": PPO | TRAINED | {"name": "cut", "trainer__max_steps": 4},
     "ppo fp32 rest": PPO | TRAINED | {"name": "cut", "resume": "auto"},
@@ -185,15 +184,7 @@ def test_sharded_ppo_is_ppo_on_one_process(launched, tmp_path):
         assert a["rewards"] + b["rewards"] == whole.rewards
     but = ("entropy", "clip_ratio/")  # TRL's means over passes, whose rows are others
     walked = same_metrics(folder / "ppo-fp32", tmp_path / "run", but)
-    assert {
-        "loss",
-        "policy_loss",
-        "value_loss",
-        "kl",
-        "grad_norm",
-        "value/grad_norm",
-        "value/explained_variance",
-    } <= walked
+    assert {"loss", "policy_loss", "value_loss", "kl", "grad_norm", "value/grad_norm"} <= walked
     for fault in ("deaf", "alone"):  # the critic's gradient is one process's; advantages are normalised in each
         with pytest.raises(AssertionError, match="value/grad_norm" if fault == "deaf" else "loss|norm"):
             same_metrics(folder / f"ppo-fp32-{fault}", tmp_path / "run", but)
@@ -218,12 +209,8 @@ def test_a_resumed_run_of_sharded_ppo_is_the_undisturbed_one(launched):
 def test_each_process_holds_half_of_policy_and_critic(launched):
     _, reports, _ = launched
     policy_size = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(policy()).parameters())
-    separate, head = ([report[name] for report in reports] for name in ("ppo fp32", "ppo bf16"))
-    assert [sum(report["weights"] for report in both) for both in (separate, head)] == [
-        2 * policy_size + WIDTH + 1,
-        policy_size + WIDTH + 1,
-    ]
-    for report in (*separate, *head):
+    both = [report["ppo fp32"] for report in reports]
+    assert sum(report["weights"] for report in both) == 2 * policy_size + WIDTH + 1
+    for report in both:
         assert (report["code"], report["kinds"], report["moments"]) == (0, ["torch.float32"], 2 * report["weights"])
-        assert len(report["losses"]) > 0
-    assert max(r["weights"] for r in separate) < 0.6 * 2 * policy_size
+    assert max(report["weights"] for report in both) < 0.6 * 2 * policy_size

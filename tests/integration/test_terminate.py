@@ -110,9 +110,8 @@ def interrupted(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [{}, {"config": "ppo_math"}], ids=["grpo", "ppo"])
-def test_ctrl_c_saves_the_step_and_the_run_goes_on_as_the_uninterrupted_one(tmp_path, interrupted, algorithm):
-    options = {"trainer__max_steps": 4, **algorithm}
+def test_ctrl_c_saves_the_step_and_the_run_goes_on_as_the_uninterrupted_one(tmp_path, interrupted):
+    options = {"trainer__max_steps": 4}
     uninterrupted = run(tmp_path, name="uninterrupted", **options)
     code, output = interrupted([1], **options)
     assert code == INTERRUPTED

@@ -31,17 +31,14 @@ def plain(tmp_path_factory, model):
 
 
 def test_speculation_changes_nothing(tmp_path, model, plain):
-    exact = vllm(tmp_path, model, rollout__measure_every=2)
+    """With options of vLLM that the plain run has as `auto`."""
+    options = {"scheduling": "sync", "runner": "v1", "compile": "off", "sleep": "false"}
+    options = {f"rollout__vllm__{key}": value for key, value in options.items()}
+    exact = vllm(tmp_path, model, rollout__measure_every=2, **options)
     assert differences(plain, exact) == []
     later = [step for step in exact.steps if step.step >= 2]
     assert all(step.reuse > 0.1 for step in later)
     assert all(log["spec/control_mismatches"] == 0 for log in logs(exact) if "spec/control_mismatches" in log)
-
-
-def test_vllm_options_of_a_cpu_change_nothing(tmp_path, model, plain):
-    options = {"scheduling": "sync", "runner": "v1", "compile": "off", "sleep": "false"}
-    other = vllm(tmp_path, model, **{f"rollout__vllm__{key}": value for key, value in options.items()})
-    assert differences(plain, other) == []
 
 
 def test_a_model_that_vllm_has_no_kernels_for_is_refused_in_one_line(tmp_path):
@@ -66,12 +63,6 @@ def test_lora_reaches_the_engine(tmp_path, model):
     assert any(w.abs().max() > 1e-3 for w in adapters), "the adapters have moved"
 
 
-def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, model, plain):
-    first = vllm(tmp_path, model, trainer__max_steps=3, trainer__save_every=3)
-    rest = vllm(tmp_path, model, resume="auto")
-    assert differences(plain, first + rest) == []
-
-
 def test_control_weights_that_are_not_sent(tmp_path, model):
     """Without its update the engine is caught by the probe, before it generates."""
 
@@ -89,11 +80,12 @@ def test_control_weights_that_are_not_sent(tmp_path, model):
         vllm(tmp_path, model, sabotage, trainer__learning_rate=1e-2)
 
 
-def test_rollouts_ahead_change_nothing(tmp_path, model, plain):
+def test_a_resumed_run_with_rollouts_ahead_is_the_uninterrupted_run(tmp_path, model, plain):
     with mock.patch.object(specrl.run.run, "build_engine", lambda spec, *_: Spare(build_engine(spec), 5)):
-        got = vllm(tmp_path, model)
-    assert differences(plain, got) == []
-    assert all(step.metrics["spec/ahead_ratio"] > 0 for step in got.steps[1:])
+        first = vllm(tmp_path, model, trainer__max_steps=3, trainer__save_every=3)
+        rest = vllm(tmp_path, model, resume="auto")
+    assert differences(plain, first + rest) == []
+    assert all(step.metrics["spec/ahead_ratio"] > 0 for step in first.steps[1:])
 
 
 @pytest.mark.long
@@ -114,7 +106,7 @@ def test_reasoning_math_on_vllm_workers_with_rollouts_ahead_is_the_run_without_d
         "rollout__rows_per_batch": 8,
         "rollout__tokens_per_pass": 512,
     }
-    exact = vllm(tmp_path, model, name="exact", cluster__num_workers=2, **small)
+    exact = vllm(tmp_path, model, name="exact", cluster__num_workers=1, **small)
     off = vllm(tmp_path, model, name="off", cluster__num_workers=0, rollout__acceptance="off", **small)
     assert differences(off, exact) == []
     assert type(exact.trainer.rollouts.engine).__name__ == "RolloutPool"

@@ -28,12 +28,6 @@ def test_an_unknown_command_names_the_nearest_one():
     assert "'train'" in done.stderr
 
 
-def test_without_a_command_all_are_listed():
-    done = specrl()
-    assert done.returncode == 0
-    assert all(name in done.stdout for name in COMMANDS)
-
-
 @pytest.mark.parametrize("started", [["-m", "specrl.bench"], ["-m", "specrl.evaluate"], ["-m", "specrl", "bench"]])
 def test_help_is_that_of_the_command(started):
     done = subprocess.run([sys.executable, *started, "help=true"], capture_output=True, text=True)

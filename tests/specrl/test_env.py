@@ -6,21 +6,11 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from specrl import env
 from specrl.run import machine
 from specrl.run.machine import SUPPORTED
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_the_report_fits_a_screen_and_names_what_matters(monkeypatch):
-    monkeypatch.setattr(env, "gpus", lambda: ["NVIDIA H200, 143771 MiB, 580.10"])
-    text = env.report()
-    assert len(text.splitlines()) <= 30
-    for word in ("python", "torch", "trl", "vllm", "math-verify", "platform", "cpus", "memory", "specrl", "H200"):
-        assert re.search(rf"\b{word}\b", text)
 
 
 def test_it_runs_as_a_module_and_imports_nothing_heavy():
@@ -29,28 +19,6 @@ def test_it_runs_as_a_module_and_imports_nothing_heavy():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout == "False\n"
-
-
-@pytest.mark.parametrize(
-    ("found", "wanted", "answer"),
-    [
-        ("2.13.0+cpu", ">=2.6", True),
-        ("2.5.9", ">=2.6", False),
-        ("1.16.0", ">=1.16,<1.17", True),
-        ("1.17.0rc1", ">=1.16,<1.17", False),
-        ("1.9", ">=1.16,<1.17", False),
-        ("3.11", ">=3.11", True),
-        ("0.33.0", ">=0.31,<0.33", False),
-    ],
-)
-def test_ranges(found, wanted, answer):
-    assert (env.verdict(found, wanted) == found) is answer
-
-
-def test_verdicts():
-    assert env.verdict("1.17.0", ">=1.16,<1.17") == "1.17.0  OUTSIDE the tested range >=1.16,<1.17"
-    assert env.verdict(None, ">=2.6") == "NOT INSTALLED, needs >=2.6"
-    assert env.verdict(None, ">=2.60", optional=True) == "not installed (optional)"
 
 
 def test_the_table_equals_the_dependencies():
@@ -75,10 +43,12 @@ def test_the_docs_name_the_ranges_and_what_is_tested():
     assert [name for name, version in tested.items() if env.verdict(version, SUPPORTED[name]) != version] == []
 
 
-def test_no_user_names(monkeypatch):
+def test_no_user_names_and_no_secrets(monkeypatch):
     monkeypatch.setattr(env, "__file__", "/home/alice/env/specrl/env.py")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
     text = env.report()
     assert "alice" not in text
+    assert "secret" not in text
     assert "~/env/specrl" in text
 
 
@@ -87,17 +57,3 @@ def test_a_broken_gpu_tool_is_reported_not_raised(monkeypatch):
     assert machine.gpus() in (["nvidia-smi failed: CalledProcessError"], ["nvidia-smi failed: FileNotFoundError"])
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     assert machine.gpus() == []
-
-
-def test_threads_are_shown_and_secrets_are_not(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    text = env.report()
-    assert "OMP_NUM_THREADS=3" in text
-    assert "secret" not in text
-
-
-def test_the_commit_of_a_checkout(monkeypatch):
-    assert re.search(r"^specrl .*commit [0-9a-f]{7,}", env.report(), re.MULTILINE) or not (ROOT / ".git").exists()
-    monkeypatch.setattr(env.subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(OSError()))
-    assert "commit" not in env.report()

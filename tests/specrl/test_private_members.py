@@ -49,7 +49,6 @@ def test_tests_use_public_members():
     [
         "pool._workers[0].pid = 1",
         "from specrl.rollout.engines.vllm.engine import _unchanged_process",
-        "monkeypatch.setattr(engine, '_sleeps', True)",
         "mock.patch.object(pool, '_session')",
     ],
 )
@@ -57,14 +56,5 @@ def test_planted_faults_are_found(code):
     assert len(list(faults(code))) == 1
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "class Fake:\n    def f(self):\n        return self._engine.generate([])",
-        "trainer._compute_loss = loss",
-        "os._exit(0)",
-        "_shape(vocab)",
-    ],
-)
-def test_legal_code_passes(code):
-    assert list(faults(code)) == []
+def test_its_own_and_foreign_members_are_legal():
+    assert list(faults("class Fake:\n    def f(self):\n        return self._engine._compute_loss()")) == []

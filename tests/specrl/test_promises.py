@@ -1,4 +1,4 @@
-"""No page promises what is refused: the commands and options that they show pass the checks of a dry run.
+"""No page shows a command that is refused: all of them pass the checks of a dry run.
 
 That each value of a choice also trains is the matter of tests/integration/test_options.py.
 """
@@ -7,14 +7,10 @@ import re
 import runpy
 import shlex
 import sys
-from collections import Counter
 
 import pytest
 
 from specrl.config import load as cli
-from specrl.config import options
-from specrl.config.options import ConfigError
-from specrl.config.schema import Config
 from specrl.run import preflight
 from specrl.run.policy import TINY_PATH
 from tests.runs import ROOT
@@ -27,12 +23,6 @@ PAGES = [
 ]
 WORD = r"(?:'[a-z_.]+=[^'\n]*'|(?<!')[a-z_]+(?:\.[a-z_]+)*=(?:\[[^\]\s]*\]|[^\s`|;,\"'()\[\]\\])+)"
 """`key=value`, quoted or not."""
-KNOWN = options.options(Config)
-LEAVES = Counter(key.rpartition(".")[2] for key in KNOWN)
-FULL = {key.rpartition(".")[2]: key for key in KNOWN if LEAVES[key.rpartition(".")[2]] == 1} | {
-    key: key for key in KNOWN
-}
-"""An option by its key, or by its last part where no other option has that: `acceptance=off` in a help text."""
 PLACEHOLDER = re.compile(r"[A-Z]{2}|^(outputs|mine|RUN)\b|\.jsonl$")
 HERE = {  # in the place of what only the reader has
     "config": "grpo_math",
@@ -46,22 +36,6 @@ HERE = {  # in the place of what only the reader has
 }
 SIZES = {"trainer.prompts_per_step": "4", "rollout.max_new_tokens": "200"}
 """Added to commands with config=grpo: the embedded policy and the example data are smaller than a reader's."""
-LENIENT = {"rollout.acceptance": "lenient"}
-DRAFTER = {"rollout.drafter": str(TINY_PATH)}
-JUDGED = {"rollout.acceptance": "judged", "rollout.judged.path": str(TINY_PATH), "rollout.drafter": ""}
-ROUTED = {"rollout.acceptance": "routed", "rollout.routed.path": str(TINY_PATH), **DRAFTER}
-CONTEXTS = [
-    *({"config": name} for name in ("grpo_math", "ppo_math", "dapo_math", "ray_grpo_math", "grpo_math_vllm")),
-    *({"config": "grpo_math", **law} for law in (LENIENT, JUDGED, JUDGED | DRAFTER, ROUTED)),
-    *({"config": "grpo_math", **law, "trainer.correction": "none"} for law in (JUDGED, ROUTED)),
-    {"config": "grpo_math", **DRAFTER, "trainer.drafter.train": "true"},
-    {"config": "grpo_math", "data": HERE["data"], "dataset.train_size": "0", "dataset.test_size": "0"},
-    {"config": "grpo_math_vllm", "rollout.vllm.scheduling": "async"},
-    {"config": "grpo_math", "reward.functions": "[math,format]"},
-    {"config": "ppo_math", "trainer.beta": "0.05"},
-    {"config": "examples/own_dataset.yaml"},
-]
-"""Runs in one of which each option that a page shows must be legal: what it is for, it names elsewhere."""
 
 
 @pytest.fixture(autouse=True)
@@ -100,33 +74,6 @@ def commands(text):
     return [(module, [w for w in shlex.split(said) if w != "WORDS"]) for module, said in found]
 
 
-def promises(text):
-    """What a text shows of options, as dictionaries: the words of a code span that says nothing else together."""
-    text = re.sub(r"^```python\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)  # which has keyword arguments
-    spans = [span.split() for span in re.findall(r"`([^`\n]+)`", text)]
-    together = [span for span in spans if len(span) > 1 and all(re.fullmatch(WORD, word) for word in span)]
-    found = []
-    for words in [*together, *([word] for word in re.findall(rf"(?<![\w./:=]){WORD}", text))]:
-        pairs = [filled(word.strip("'").rstrip(".:,")) for word in words]
-        if all(FULL.get(key) for key, _ in pairs):
-            found.append({FULL[key]: filled(f"{FULL[key]}={value}")[1] for key, value in pairs if value.strip(".")})
-    return [pair for pair in found if pair]
-
-
-def refused(said, contexts=CONTEXTS):
-    """Why no run may have these options; empty where one may."""
-    why = ""
-    for training, context in [*((True, context) for context in contexts), (False, contexts[0])]:
-        try:
-            config = cli.load([f"{key}={value}" for key, value in (context | said).items()], training=training)
-            preflight.needs(config)
-            preflight.check(config, training, read="dataset" in str(said))
-            return ""
-        except ConfigError as error:
-            why = why or str(error)
-    return why
-
-
 @pytest.mark.slow
 def test_every_command_of_the_pages_passes_its_dry_run(a_machine_with_everything, monkeypatch, capsys):
     shown = {(module, tuple(words)) for page in PAGES for module, words in commands(page.read_text(encoding="utf-8"))}
@@ -147,30 +94,8 @@ def test_every_command_of_the_pages_passes_its_dry_run(a_machine_with_everything
     assert "\n".join(failed) == ""
 
 
-@pytest.mark.slow
-def test_every_option_that_a_page_shows_is_legal_somewhere():
-    pages = [page for page in PAGES if page.suffix != ".py"]  # the others have keyword arguments
-    texts = [*(page.read_text(encoding="utf-8") for page in pages), *(option.help for option in KNOWN.values())]
-    shown = {tuple(sorted(said.items())) for text in texts for said in promises(text)}
-    assert len(shown) > 80
-    assert {"head", str(TINY_PATH)} <= {value for said in shown for key, value in said if key == "rollout.drafter"}
-    assert {str(dict(said)): why for said in sorted(shown) if (why := refused(dict(said)))} == {}
-
-
-def test_planted_promises_are_found():
-    page = "`rollout.drafter=head trainer.drafter.train=true`, acceptance=of and\n`rollout.group_size=N`. name=..."
-    assert promises(page) == [
-        {"rollout.drafter": "head", "trainer.drafter.train": "true"},
-        {"rollout.drafter": "head"},
-        {"trainer.drafter.train": "true"},
-        {"rollout.acceptance": "of"},
-        {"rollout.group_size": "1"},
-    ]
-    assert "expected one of" in refused({"rollout.acceptance": "of"})
-    assert "does not exist" in refused({"rollout.drafter": "./none"})
-    assert "rollout.drafter=DIR" in refused({"trainer.drafter.train": "true", "rollout.drafter": ""})
+def test_commands_are_found_in_prose_in_comments_and_over_lines():
     quoted = "python -m specrl.train config=a 'dataset.k={a: false}' b=c"
     assert commands(quoted) == [("train", ["config=a", "dataset.k={a: false}", "b=c"])]
-    assert promises("x 'dataset.system_prompt={a: b}' y") == [{"dataset.system_prompt": "{a: b}"}]
     text = "Say `python -m specrl.train config=a \\\n#    'b.c=train[:90%]'` or `python -m specrl.bench WORDS x=1` now"
     assert commands(text) == [("train", ["config=a", "b.c=train[:90%]"]), ("bench", ["x=1"])]

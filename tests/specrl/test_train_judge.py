@@ -52,25 +52,11 @@ def run_evaluate(folder, draft, capsys, *more):
     return code, json.loads(out) if code == 0 else err
 
 
-def test_the_report_compares_the_rules(trained):
-    card = json.loads((trained / "router.json").read_text())
-    report = card["report"]
-    assert 0 < card["usual_share"] < 1
-    assert 0 < report["important"] < report["mismatches"]
-    rules = {line["rule"]: line for line in report["rules"]}
-    assert list(rules) == ["exact", "judge"]
-    assert all(rules["exact"]["accepted_ratio"] <= line["accepted_ratio"] for line in rules.values())
-
-
-def test_evaluation_with_a_judge(trained, draft, tmp_path, capsys):
+def test_an_evaluation_takes_a_judge_of_its_policy_and_refuses_that_of_another(trained, draft, tmp_path, capsys):
+    other = runs.build_policy(tmp_path / "other", seed=2)
     settings = ["rollout.acceptance=judged", f"rollout.judged.path={trained}"]
     assert run_evaluate(tmp_path, draft, capsys, *settings)[0] == 0
-
-
-def test_a_judge_of_another_policy_is_refused(trained, draft, tmp_path, capsys):
-    other = runs.build_policy(tmp_path / "other", seed=2)
-    settings = ["rollout.acceptance=judged", f"rollout.judged.path={trained}", f"model={other}"]
-    code, err = run_evaluate(tmp_path, draft, capsys, *settings)
+    code, err = run_evaluate(tmp_path, draft, capsys, *settings, f"model={other}")
     assert code == 3
     assert "was trained for another policy" in err
 

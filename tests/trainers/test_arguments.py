@@ -14,14 +14,6 @@ def split(prompts, group, per_pass, world, minibatches=1):
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
-    [((4, 8, 0, 1), (32, 1)), ((4, 8, 0, 2), (16, 1)), ((4, 8, 4, 2), (4, 4)), ((4, 8, 4, 2, 2), (4, 2))],
-)
-def test_rows_fill_the_passes_of_every_process(options, expected):
-    assert split(*options) == expected
-
-
-@pytest.mark.parametrize(
     ("options", "remedy"),
     [
         ((4, 8, 10, 2), "Use trainer.rows_per_pass=8"),

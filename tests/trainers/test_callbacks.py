@@ -86,16 +86,6 @@ def test_one_process_writes_and_all_are_called_after_the_step(first):
     assert [(line["step"], line["loss"], line["reward"]) for line in written] == [(3, 0.5, 1.0)] * first
 
 
-def test_a_resumed_run_does_not_begin_again():
-    """Its first evaluation was made before the first step."""
-    begun = []
-    record = Record(lambda line: None, lambda step: None, lambda: begun.append(1))
-    record.on_train_begin(None, SimpleNamespace(global_step=3), None)
-    assert begun == []
-    record.on_train_begin(None, SimpleNamespace(global_step=0), None)
-    assert begun == [1]
-
-
 def test_a_signal_ends_training_where_no_rollout_is_cut_in_two():
     stop, args = StopOnSignal(2), SimpleNamespace(device=torch.device("cpu"))
     stop.received = signal.SIGTERM

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specrl.rollout.types import Completion, EngineStats, RolloutBatch, Row
+from specrl.rollout.types import Completion, RolloutBatch, Row
 from specrl.trainers.refill import Refill, uniform
 from specrl.trainers.scored import Scored
 
@@ -83,11 +83,6 @@ def test_it_ends_when_prompts_or_rounds_are_used_up(prompts, limit, rounds, left
     assert len(requested) == metrics["refill/rounds"] == len(rounds)
 
 
-def test_a_step_of_varied_groups_requests_nothing():
-    chosen, requested, metrics = refilled(step_of("varied", "varied"))
-    assert (chosen, requested, metrics["refill/prompts"]) == (["step 0", "step 1"], [], 0)
-
-
 @pytest.mark.parametrize(
     ("rewards", "penalties", "replaced"),
     [
@@ -103,21 +98,3 @@ def test_the_length_penalty_neither_keeps_a_group_nor_replaces_it(rewards, penal
 def test_a_replacement_has_different_rewards_without_the_penalty():
     chosen, _, metrics = refilled(step_of("equal"), ("equal",), limit=1, penalties=[0.0, -1.0])
     assert (chosen, metrics["refill/left_ratio"]) == (["step 0"], 1.0)
-
-
-def test_batches_are_added_and_rows_selected():
-    def batch(n, first):
-        done = [Completion([first + i], [-0.5], [-0.5], [False], "stop", 0, 1) for i in range(n)]
-        keys = [first + i for i in range(n)]
-        stats = EngineStats(passes=n)
-        return RolloutBatch(done, keys, keys, [None] * n, [False] * n, visits=[0] * n, stats=stats, total_s=1.5)
-
-    total = batch(2, 0) + batch(3, 10) + batch(1, 20)
-    assert total.calls == [2, 3, 1]
-    assert (total.keys, total.total_s, total.stats.passes) == ([0, 1, 10, 11, 12, 20], 4.5, 6)
-    rows = [Row(f"e{i}", (1,)) for i in range(6)]
-    part = Scored([{}] * 6, rows, total, [float(i) for i in range(6)], [9.0 + i for i in range(6)]).select([5, 2])
-    assert [row.example_id for row in part.rows] == ["e5", "e2"]
-    assert ([c.tokens for c in part.batch.completions], part.rewards) == ([[20], [10]], [5.0, 2.0])
-    assert part.unpenalised_rewards == [14.0, 11.0]
-    assert (part.batch.keys, part.batch.total_s) == ([20, 10], 0.0), "the cost is that of the whole batch"

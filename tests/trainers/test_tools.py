@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 from transformers.utils import get_json_schema
 
-from specrl.rollout.config import RolloutConfig
 from specrl.trainers import tools
-from specrl.trainers.tools import LONGEST, ToolResults
+from specrl.trainers.tools import ToolResults
 from tests.trainers.grpo import scripts
 from tests.trainers.grpo.scripts import assert_equal, make_conversations, train
 
@@ -60,25 +58,6 @@ def test_a_tool_that_raises_raises_again(counted):
 
 def test_a_tool_that_is_not_declared_always_runs():
     assert ToolResults().wrap(scripts.tell) is scripts.tell
-
-
-def test_results_that_are_long_or_not_text_are_not_kept():
-    calls = []
-    values = {"long": "x" * (LONGEST + 1), "parts": [{"type": "text", "text": "a"}]}
-
-    @declared
-    def look(name: str, extra: object = None) -> object:
-        calls.append(name)
-        return values.get(name, "short")
-
-    results = ToolResults()
-    kept = results.wrap(look)
-    for name in ("long", "parts", "short"):
-        assert [kept(name=name), kept(name=name)] == [values.get(name, "short")] * 2
-    kept(name="short", extra=object())
-    kept(name="short", extra=object())
-    assert calls == ["long", "long", "parts", "parts", "short", "short", "short"]
-    assert len(results) == 1
 
 
 def test_the_oldest_result_is_dropped(counted, monkeypatch):
@@ -133,28 +112,3 @@ def test_conversations_are_those_without_kept_results(monkeypatch, tmp_path):
     assert kept.logged("tools/kept_ratio")[-1] > 0.5
     resumed = train(tmp_path / "kept", resume=str(tmp_path / "kept/checkpoint-4"), **options)
     assert [b.tokens for b in resumed.batches] == [b.tokens for b in plain.batches[-2:]]
-
-
-@pytest.mark.slow
-def test_control_a_tool_that_is_wrongly_declared_changes_the_conversations(monkeypatch, tmp_path):
-    """So a declaration is a promise of the tool's author."""
-    state = SimpleNamespace(calls=0)
-
-    @declared
-    def tell(total: int) -> str:
-        """Tells the total so far.
-
-        Args:
-            total: how many there are.
-        """
-        state.calls += 1
-        return scripts.following(total + state.calls)
-
-    monkeypatch.setattr(scripts, "tell", tell)
-    runs = []
-    for deterministic in (True, False):
-        tell.deterministic = deterministic
-        state.calls = 0
-        config = RolloutConfig(measure_every=0)
-        runs.append(train(tmp_path / str(deterministic), config, script=make_conversations, num_train_epochs=2))
-    assert [b.tokens for b in runs[0].batches] != [b.tokens for b in runs[1].batches]

@@ -28,6 +28,7 @@ PPO = "trainer.algorithm=ppo"
 LENIENT = "rollout.acceptance=lenient"
 JUDGED = "rollout.acceptance=judged rollout.judged.path=x"
 TRAIN = "trainer.drafter.train=true"
+TOOLS = "dataset.tools=[specrl.run.tools:calculate]"
 LEAVE_OUT = "Leave it out"
 ROUTED = "rollout.acceptance=routed rollout.drafter=x"
 WRONG = [
@@ -121,6 +122,15 @@ WRONG = [
         "0.5.",
     ),
     ("rollout.routed.separators=[]", "rollout.routed.separators", r"rollout.routed.separators=[\n\n]."),
+    (f"{ROUTED} trainer.old_logprobs=trainer", "would hide that accepted tokens are off-policy", ""),
+    ("rollout.acceptance=routed", "rollout.acceptance=routed", "rollout.drafter=DIR"),
+    (f"{ROUTED} rollout.routed.by=arbitrage", "needs rollout.routed.path", ""),
+    (f"{ROUTED} rollout.top_p=0.9", "needs the trainer's own log-probs", ""),
+    (f"{TOOLS} rollout.acceptance=lenient", "rollout.acceptance=lenient", "Try "),
+    (f"{TOOLS} rollout.replay=0.5", "rollout.replay=0.5", "Try "),
+    (f"{TOOLS} {TRAIN} rollout.drafter=head", TRAIN, "Try "),
+    (f"{TOOLS} dataset.chat_template=off", "dataset.chat_template=off", "Try "),
+    (f"{TOOLS} dataset.tool_timeout_s=0", "dataset.tool_timeout_s=0", "Try "),
     ("rollout.drafter=head", "rollout.drafter=head", "trainer.drafter.train=true"),
     (TRAIN, TRAIN, "rollout.drafter=DIR"),
     (f"{TRAIN} rollout.drafter=x rollout.acceptance=off", TRAIN, "rollout.acceptance=exact."),

@@ -10,8 +10,6 @@ import torch
 from specrl.config import load as cli
 from specrl.evaluate import EvaluateConfig
 from specrl.evaluate import main as evaluate
-from specrl.generate import GenerateConfig
-from specrl.generate import main as generate
 from specrl.lossy.fit import Record, usual_gaps
 from specrl.lossy.pair import load_pair
 from specrl.lossy.routing import StepValues, advantage, collect, prefix
@@ -190,51 +188,6 @@ def test_a_router_of_another_pair_is_refused(trained, tmp_path, capsys):
     assert code == 3
     assert "was trained for another draft" in err
     assert err.count("\n") == 1
-
-
-def test_generate_prints_responses(trained, draft, tmp_path, capsys):
-    options = ["rollout.acceptance=routed", "rollout.routed.by=arbitrage", f"rollout.routed.path={trained}"]
-    assert cli.run(generate, words(tmp_path, draft, *options, "prompts=2"), GenerateConfig, training=False) == 0
-    assert capsys.readouterr().out.count("How many") == 2
-    assert cli.run(generate, words(tmp_path, draft, "prompt=Tom has 3 apples."), GenerateConfig, training=False) == 0
-    assert capsys.readouterr().out.startswith("Tom has 3 apples.")
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["out="], "out is missing"),
-        (["rollout.drafter=", "out=x"], "rollout.drafter is empty"),
-        (["base=draft", "out=x"], "Unknown option 'base'"),
-    ],
-)
-def test_a_senseless_training_is_one_line(more, message, draft, tmp_path, capsys):
-    assert cli.run(train_router, words(tmp_path, draft, *more), TrainRouterConfig, training=False) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"error: {message}")
-    assert err.count("\n") == 1
-
-
-ROUTED = "rollout.acceptance=routed rollout.routed.by=likelihood rollout.drafter=x"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("trainer.old_logprobs=trainer", "would hide that accepted tokens are off-policy"),
-        ("rollout.drafter=", "Try rollout.drafter=DIR"),
-        ("rollout.routed.by=arbitrage", "needs rollout.routed.path"),
-        ("rollout.routed.separators=[]", "must name at least one text"),
-        ("rollout.top_p=0.9", "needs the trainer's own log-probs"),
-        ("rollout.routed.max_step_tokens=0", "must be at least 1"),
-    ],
-)
-def test_routing_that_would_mislead_is_refused(change, message):
-    key = change.partition("=")[0]
-    options = [word for word in ROUTED.split() if word.partition("=")[0] != key]
-    with pytest.raises(cli.ConfigError, match=message):
-        cli.load(["config=grpo_math", *options, change])
-    assert cli.load(["config=grpo_math", *ROUTED.split()]).rollout.routed.by == "likelihood"
 
 
 @pytest.mark.parametrize("correction", ["none", "sequence_truncate"])

@@ -5,7 +5,7 @@ from statistics import fmean, median, stdev
 
 import pytest
 
-from specrl.results.speedup import Flips, Speedup, bounded, flips, half_width, speedup
+from specrl.results.speedup import Flips, bounded, flips, half_width, speedup
 
 
 def noisy(seed: int, steps: int, spread: float) -> tuple[list[float], list[float]]:
@@ -74,15 +74,6 @@ def test_planted_fault_a_stalled_step_claims_nothing():
     assert (result.ratio, result.is_significant) == (1.0, False)
     assert str(result) == "not distinguishable from 1x (95 % interval 1.00x to 1.00x)"
     assert sum(plain) / sum(specrl) > 3.1, "negative control: the plain ratio of sums would have been 3.14x"
-
-
-def test_planted_fault_stalls_hide_no_speedup_either():
-    specrl, plain = [1.0] * 16, [3.0] * 16
-    plain[3] = 90.0
-    assert speedup(specrl, plain) == Speedup(3.0, 3.0, 3.0, 16)
-    specrl[5] = 20.0  # on specrl's side: it counts against it, and the interval says how unsure that is
-    assert speedup(specrl, plain).ratio < 1.5
-    assert not speedup(specrl, plain).is_significant
 
 
 def test_planted_fault_noise_of_30_percent_claims_a_speedup_in_2_5_percent_of_the_runs():

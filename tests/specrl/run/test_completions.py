@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from specrl.run import completions
-from specrl.run.completions import pieces, preview, show
+from specrl.run.completions import pieces, show
 
 
 def text_console(**options) -> Console:
@@ -28,12 +28,6 @@ def test_other_prompts_come_before_other_responses_to_the_same(count, rewards, m
     assert shown == rewards
 
 
-def test_a_response_is_cut_where_reuse_ends_and_begins():
-    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "".join("abcde"[t] for t in tokens))
-    response = SimpleNamespace(tokens=[0, 1, 2, 3], reused=[True, True, False, True])
-    assert pieces(response, tokenizer) == [("ab", True), ("c", False), ("d", True)]
-
-
 def test_a_character_of_several_tokens_is_in_the_piece_that_ends_it():
     text = "é 東 😀"
     tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: bytes(tokens).decode(errors="replace"))
@@ -41,16 +35,3 @@ def test_a_character_of_several_tokens_is_in_the_piece_that_ends_it():
     for cut in range(1, len(tokens)):
         response = SimpleNamespace(tokens=tokens, reused=[at < cut for at in range(len(tokens))])
         assert "".join(part for part, _ in pieces(response, tokenizer)) == text
-
-
-def test_preview_marks_reused_text_and_shows_the_end_of_a_long_prompt():
-    console = text_console(force_terminal=True, color_system="truecolor")
-    preview(console, "x" * 2000 + "[b]3[/b]", [("He buys [", True), ("7] pens", False)], reward=None)
-    shown = console.export_text(clear=False)
-    assert "«He buys [»7] pens" in shown
-    assert "[b]3[/b]" in shown, "text is never read as markup"
-    assert "reward unknown" in shown
-    assert shown.count("x") < 400
-    styled = console.export_text(styles=True)
-    assert "\x1b[2m«He buys [»\x1b[0m" in styled
-    assert "\x1b[1;97m7] pens\x1b[0m" in styled

@@ -2,14 +2,13 @@ import io
 import json
 import math
 import os
-import sys
 
 import pytest
 import torch
 from rich.console import Console
 
 from specrl.results.records import read_records
-from specrl.run.monitor import Monitor, duration, eval_line, step_line
+from specrl.run.monitor import Monitor, step_line
 from specrl.trainers.config import TrainerConfig
 
 FULL = {
@@ -39,32 +38,6 @@ def test_the_line_of_a_step_fits_eighty_columns_and_leaves_out_what_is_unknown()
     assert len(step_line(FULL | {"step": 999, "timing_s/step": 118.2}, 1000, 4680)) <= 80
     assert "| ahead 92% | reused 71%" in step_line(FULL | {"spec/ahead_ratio": 0.92}, 300)
     assert step_line({"step": 1, "reward": math.nan, "timing_s/gen": 2.0, "kl": None}, 9) == "Step 1/9 | gen 2.0 s"
-
-
-def test_an_evaluation_fits_eighty_columns():
-    metrics = {"eval/reward": 0.7578125, "eval/mean_length": 105.4, "eval/failed": 0}
-    metrics |= {"eval/pass@1": 0.7578125, "eval/pass@2": 0.828, "eval/pass@4": 0.875}
-    none = eval_line(3, {"eval/failed": 8})
-    assert none == "Eval at step 3 | no response could be scored | failed 8"
-    assert eval_line(10_000, metrics) == "Eval at step 10000 | reward 0.758 | length 105 | pass@1/2/4 0.758 0.828 0.875"
-    assert "| failed 3 |" in eval_line(0, metrics | {"eval/failed": 3})
-
-
-def test_a_terminal_wraps_between_words_and_a_log_file_does_not(tmp_path):
-    sentence = "Speculation pauses because drafts would have lost time; outputs are the same."
-    for terminal, lines in ((True, 3), (False, 1)):
-        console = Console(record=True, width=30, file=io.StringIO(), force_terminal=terminal, color_system="truecolor")
-        Monitor(tmp_path, 9, console).note(sentence)
-        shown = console.export_text(styles=True).splitlines()
-        assert len(shown) == lines
-        assert " ".join(line.strip() for line in shown) == sentence, "no word is cut, no number coloured"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"), [(0.4, "0s"), (59.6, "1m00"), (750, "12m30"), (4680, "1h18"), (3599.7, "1h00")]
-)
-def test_duration(seconds, shown):
-    assert duration(seconds) == shown
 
 
 def warned(tmp_path, shares, compares_groups=True, **more) -> list[int]:
@@ -117,25 +90,6 @@ def test_records_are_flushed_strict_json_with_null_for_nan(tmp_path):
     assert line.endswith("\n")
 
 
-def test_eta_comes_from_the_mean_step_time(tmp_path):
-    console = text_console()
-    monitor = Monitor(tmp_path, 10, console)
-    monitor.log({"step": 1, "timing_s/step": 10.0})
-    monitor.log({"step": 2, "timing_s/step": 20.0})
-    assert "ETA 1m30" in console.export_text(clear=False).splitlines()[0]
-    assert "ETA 2m00" in console.export_text().splitlines()[1]
-
-
-def test_plain_console_has_no_escape_codes_and_one_line_per_record(tmp_path, capsys):
-    monitor = Monitor(tmp_path, 300, Console(file=sys.stdout, width=40))
-    monitor.log(FULL)
-    monitor.log_eval(42, {"eval/reward": 0.5, "eval/pass@1": 0.25})
-    out = capsys.readouterr().out
-    assert "\x1b" not in out
-    line = "Step 42/300 | 18.2 s | reward 0.61 | gen 7.9 s (2.9x) | reused 71% | ETA 1h18"
-    assert out.splitlines() == [line, "Eval at step 42 | reward 0.5 | pass@1 0.25"]
-
-
 def test_resume_drops_later_steps_and_a_torn_last_line(tmp_path):
     console = text_console()
     monitor = Monitor(tmp_path, 9, console)
@@ -150,12 +104,6 @@ def test_resume_drops_later_steps_and_a_torn_last_line(tmp_path):
     resumed.log({"step": 3, "reward": 0.9})
     assert [record.get("reward") for record in read_records(path)[0]] == [None, 0.1, 0.2, 0.9]
     assert "dropped 1 unreadable line." in console.export_text()
-
-
-def test_a_run_that_begins_again_keeps_no_record(tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0, "eval/reward": 1}\n{"step": 1}\n{"step": 2, "no')
-    Monitor(tmp_path, 9, text_console(), resumed_step=-1).log({"step": 1, "reward": 2})
-    assert read_records(tmp_path / "metrics.jsonl") == ([{"step": 1, "reward": 2}], 0)
 
 
 def test_a_record_is_on_the_disk_when_it_is_written(tmp_path, monkeypatch):
@@ -191,17 +139,3 @@ def test_a_pause_is_said_once_with_its_reason_and_so_is_its_end(tmp_path):
     said = console.file.getvalue()
     assert all(figure in said for figure in ("80%", "0.12", "0.55"))
     assert said.count("resumed") == said.count("pauses") == 1
-
-
-def test_flips_are_said_once_and_none_are_not(tmp_path):
-    console = text_console()
-    none = {"spec/control_mismatches": 0, "spec/compared_tokens": 500}
-    some = {"spec/control_mismatches": 2, "spec/compared_tokens": 500, "spec/flip_position": 120.0}
-    monitor = Monitor(tmp_path, 9, console)
-    monitor.log({"step": 1, **none})
-    assert "plain decoding" not in console.file.getvalue()
-    for step in (2, 3):
-        monitor.log({"step": step, **some})
-    said = " ".join(console.file.getvalue().split())
-    assert said.count("4 of 1,000 tokens") == 1
-    assert said.count("distribution is unchanged") == 1

@@ -14,14 +14,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from specrl.config.load import load as load_config
 from specrl.config.options import ConfigError
 from specrl.config.schema import DatasetConfig
-from specrl.reward.base import Sample
 from specrl.reward.loading import load_rewards
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, EngineStats
 from specrl.run.accuracy import evaluate
 from specrl.run.data import Example, load_examples
 from specrl.run.policy import fingerprint, load_tokenizer
-from specrl.run.prompts import Prompt, chat_template, check_lengths, described, render, seen
+from specrl.run.prompts import Prompt, chat_template, check_lengths, render
 from specrl.run.run_dir import data_digests
 from tests.runs import SHORT, build_policy, run, words
 
@@ -112,29 +111,6 @@ def test_a_chat_template_that_cannot_be_had_is_one_line(template, options, says)
     assert "\n" not in str(caught.value)
 
 
-def test_the_lines_about_prompts_fit_a_terminal():
-    def lines(template, question="one two", **options):
-        example = Example("a", question, None, {})
-        return described(example, tiny_tokenizer(template), DatasetConfig(**options))
-
-    assert lines(CHAT)[1] == "A prompt: '<s> <user> one two <bot>'"
-    assert "enable_thinking: false" in lines(THINKING, chat_template_kwargs={"enable_thinking": "false"})[0]
-    assert lines(CHAT, chat_template="off")[1] == "A prompt: 'one two'"
-    (_, long) = lines(CHAT, "one\n" * 100)
-    assert len(f"# {long}") == 80, "dry_run prints it as a comment"
-    assert long.startswith("A prompt: '<s> <user> one\\none")
-    assert long.endswith("<bot>'")
-
-
-def test_check_lengths_refuses_with_count_longest_and_key():
-    examples = [Example(f"e{n}", "one " * n, None, {}) for n in range(1, 6)]
-    check_lengths(examples, tiny_tokenizer(), DatasetConfig(max_prompt_tokens=5), limit=5)
-    with pytest.raises(ConfigError, match=r"2 of 5 .* 3 tokens \(dataset\.max_prompt_tokens\); .* 5 \(example e5\)"):
-        check_lengths(examples, tiny_tokenizer(), DatasetConfig(max_prompt_tokens=3))
-    with pytest.raises(ConfigError, match=r"1 of 5 .* more than 4 tokens \(the model's context .* Lower rollout"):
-        check_lengths(examples, tiny_tokenizer(), DatasetConfig(max_prompt_tokens=9), limit=4)
-
-
 def write(path, rows):
     path.write_text("\n".join(map(json.dumps, rows)))
     return str(path)
@@ -217,14 +193,6 @@ def seen_by_rewards(remembered) -> set[tuple[str, str]]:
     return {(prompt, json.dumps(messages)) for prompt, messages in remembered}
 
 
-def test_dry_run_shows_whether_there_is_a_template_and_one_prompt(chatting, tmp_path):
-    for settings, line in (({}, "the tokenizer's ("), ({"dataset__chat_template": "off"}, "not used")):
-        text = load_config([*words(tmp_path, model=str(chatting), **settings), "dry_run=true"])
-        assert f"# Chat template: {line}" in text
-        assert text.count("# A prompt: '<user> ") == (not settings), "with its beginning"
-        assert text.count("\\n<bot>'") == (not settings), "and its end"
-
-
 def test_another_template_or_other_variables_are_another_data_set(chatting, tmp_path):
     def marks(model, **settings):
         config = load_config(words(tmp_path, model=str(model), **settings))
@@ -268,8 +236,3 @@ def test_rewards_in_an_evaluation_see_the_rendered_prompt(chatting, tmp_path, re
     rollout = SpeculativeRollout(Engine(), None, config.rollout, config.seed)
     evaluate(rollout, AutoTokenizer.from_pretrained(chatting), examples, load_rewards(config.reward), config, samples=2)
     assert seen_by_rewards(remembered) == expected(settings, "test")
-
-
-def test_a_plain_prompt_reaches_rewards_as_it_is_and_has_no_messages():
-    (sample,) = seen([Example("a", "one two", "3", {"level": 1})], ["two"], tiny_tokenizer(), DatasetConfig())
-    assert sample == Sample("one two", "two", "3", {"level": 1}, messages=None)

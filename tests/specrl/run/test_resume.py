@@ -43,14 +43,6 @@ def hold(folder):
     return process
 
 
-def test_a_claim_makes_the_directory_and_leaves_nothing_but_an_empty_lock_in_it(tmp_path):
-    run_dir = RunDir(load(tmp_path / "deep" / "er"))
-    assert run_dir.path == tmp_path / "deep" / "er" / "run"
-    with run_dir.lock() as checkpoint:
-        assert checkpoint is None
-    assert [(path.name, path.stat().st_size) for path in run_dir.path.iterdir()] == [("run.lock", 0)]
-
-
 @pytest.mark.slow
 def test_a_name_is_held_while_its_run_lives(tmp_path, capsys, monkeypatch):
     """The second start ends before it loads anything; the death of the first, however it comes, frees the name."""
@@ -75,13 +67,6 @@ def test_the_other_processes_of_a_run_hold_nothing(tmp_path, monkeypatch):
         monkeypatch.setenv("RANK", "1")
         with lock(tmp_path) as checkpoint:
             assert checkpoint is None
-
-
-def test_a_name_that_failed_is_free_again(tmp_path):
-    with pytest.raises(ZeroDivisionError), lock(tmp_path):
-        raise ZeroDivisionError
-    with lock(tmp_path):
-        pass
 
 
 def linked(lock, other):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.tiny_policy import build_tokenizer
 from benchmarks.tiny_tools import ASSISTANT, build_tools_tokenizer, conversation
-from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config, DatasetConfig
 from specrl.run.data import Example
@@ -23,102 +23,8 @@ from specrl.run.tools import calculate, load_tools
 HERE = "tests.specrl.run.test_tools"
 
 
-def fail(expression: str) -> str:
-    """Raises.
-
-    Args:
-        expression: any.
-    """
-    raise ValueError("no such " + expression)
-
-
-def leave(expression: str) -> str:
-    """Ends the program.
-
-    Args:
-        expression: any.
-    """
-    raise SystemExit(3)
-
-
-def hang(expression: str) -> str:
-    """Takes a minute.
-
-    Args:
-        expression: any.
-    """
-    time.sleep(60)
-    return "late"
-
-
-def flood(expression: str) -> str:
-    """Returns megabytes.
-
-    Args:
-        expression: any.
-    """
-    return "9" * 3_000_000
-
-
-async def later(expression: str) -> str:
-    """Answers after a moment.
-
-    Args:
-        expression: any.
-    """
-    await asyncio.sleep(0.2)
-    return f"later {expression}"
-
-
-async def hang_later(expression: str) -> str:
-    """Takes a minute.
-
-    Args:
-        expression: any.
-    """
-    await asyncio.sleep(60)
-    return "late"
-
-
-async def block(expression: str) -> str:
-    """Takes a minute and lets nothing else run.
-
-    Args:
-        expression: any.
-    """
-    time.sleep(60)
-    return "late"
-
-
-def interrupt(expression: str) -> str:
-    """Raises what Ctrl-C raises.
-
-    Args:
-        expression: any.
-    """
-    raise KeyboardInterrupt
-
-
 class Beyond(BaseException):
     pass
-
-
-def beyond(expression: str) -> str:
-    """Raises what is no Exception.
-
-    Args:
-        expression: any.
-    """
-    raise Beyond
-
-
-async def leave_later(expression: str) -> str:
-    """Ends the program.
-
-    Args:
-        expression: any.
-    """
-    raise SystemExit(3)
 
 
 class Unprintable:
@@ -126,43 +32,65 @@ class Unprintable:
         raise SystemExit(3)
 
 
-async def unprintable_later(expression: str) -> str:
-    """Returns what ends the program when it is made text.
+def tool(name: str, act: Callable[[str], object]) -> Callable:
+    """A tool that answers with `act(expression)`."""
 
-    Args:
-        expression: any.
-    """
-    return Unprintable()
+    def made(expression: str) -> str:
+        """Answers.
 
+        Args:
+            expression: any.
+        """
+        return act(expression)
 
-def surrogate(expression: str) -> str:
-    """Returns half a character.
-
-    Args:
-        expression: any.
-    """
-    return "a\ud800b"
+    made.__name__ = name
+    return made
 
 
-def echo(expression: str) -> str:
-    """Returns what it gets.
+def async_tool(name: str, act: Callable[[str], object], after: float = 0.0) -> Callable:
+    """An asynchronous tool that answers with `act(expression)` after these seconds."""
 
-    Args:
-        expression: any.
-    """
-    return expression
+    async def made(expression: str) -> str:
+        """Answers.
+
+        Args:
+            expression: any.
+        """
+        await asyncio.sleep(after)
+        return act(expression)
+
+    made.__name__ = name
+    return made
 
 
-def page(expression: str) -> str:
-    """A web page that closes the turn.
+def raising(error: BaseException) -> Callable:
+    def act(expression):
+        raise error
 
-    Args:
-        expression: any.
-    """
+    return act
+
+
+def web_page(expression: str) -> str:
+    """It has the tokens that end a turn."""
     tokenizer = build_tools_tokenizer()
-    return f"see {tokenizer.eos_token} {expression}" + "".join(
-        t.content for t in tokenizer.added_tokens_decoder.values()
-    )
+    special = "".join(token.content for token in tokenizer.added_tokens_decoder.values())
+    return f"see {tokenizer.eos_token} {expression}{special}"
+
+
+fail = tool("fail", raising(ValueError("no such x")))
+leave = tool("leave", raising(SystemExit(3)))
+interrupt = tool("interrupt", raising(KeyboardInterrupt()))
+beyond = tool("beyond", raising(Beyond()))
+hang = tool("hang", lambda _: time.sleep(60))
+flood = tool("flood", lambda _: "9" * 3_000_000)
+surrogate = tool("surrogate", lambda _: "a\ud800b")
+echo = tool("echo", lambda expression: expression)
+page = tool("page", web_page)
+later = async_tool("later", lambda expression: f"later {expression}", after=0.2)
+leave_later = async_tool("leave_later", raising(SystemExit(3)))
+unprintable_later = async_tool("unprintable_later", lambda _: Unprintable())
+hang_later = async_tool("hang_later", lambda _: "late", after=60)
+block = async_tool("block", lambda _: time.sleep(60))
 
 
 def untyped(expression):
@@ -398,24 +326,6 @@ def test_functions_that_cannot_be_tools_are_refused(names, reason):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["rollout.acceptance=lenient"], "rollout.acceptance=lenient"),
-        (["rollout.replay=0.5"], "rollout.replay=0.5"),
-        (["trainer.drafter.train=true", "rollout.drafter=head"], "trainer.drafter.train=true"),
-        (["dataset.chat_template=off"], "dataset.chat_template=off"),
-        (["dataset.tool_timeout_s=0"], "dataset.tool_timeout_s=0"),
-    ],
-)
-def test_options_that_do_not_go_with_tools_are_refused(words, reason):
-    with pytest.raises(ConfigError) as refused:
-        cli.load(["config=grpo_math", "dataset.tools=[specrl.run.tools:calculate]", *words])
-    (line,) = [line for line in str(refused.value).splitlines() if reason in line]
-    assert "dataset.t" in line
-    assert "Try " in line
-
-
 def test_tokenizers_that_cannot_express_tools_are_refused():
     options = DatasetConfig(tools=["specrl.run.tools:calculate"])
     silent, deaf, forgetful = (build_tools_tokenizer() for _ in range(3))
@@ -432,16 +342,6 @@ def test_tokenizers_that_cannot_express_tools_are_refused():
         assert "\n" not in str(refused.value)
     with pytest.raises(ConfigError, match="needs a chat template"):
         render(Example("a", "p", "", {}), build_tokenizer(), options)
-
-
-def test_a_chat_template_that_trl_knows_gets_its_response_template():
-    from trl import chat_template_utils
-
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = chat_template_utils.qwen3_chat_template
-    Toolbox(tokenizer, DatasetConfig(tools=["specrl.run.tools:calculate"]))
-    assert tokenizer.response_template
-    assert tokenizer.chat_template != chat_template_utils.qwen3_chat_template, "that one renders earlier turns anew"
 
 
 def test_the_template_of_conversations_is_set_before_anything_is_rendered_or_digested(tmp_path):

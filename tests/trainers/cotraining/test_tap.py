@@ -41,29 +41,6 @@ def test_states_are_the_policys_at_each_token_but_the_last(build_model, left, ri
         assert not ours.states.requires_grad
 
 
-def test_of_two_forwards_the_first_counts(build_model):
-    model = build_model("llama")
-    tap, (before, *_) = tap_of(model), read(model, TEXTS)
-    model(**padded(TEXTS, 0, 0))
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(0.5)
-    model(**padded(TEXTS, 0, 0))
-    reads = tap.take()
-    assert len(reads) == 3
-    assert torch.allclose(reads[0].states, before.states, atol=1e-5)
-
-
-def test_only_the_wanted_part_of_a_text_is_kept(build_model):
-    model = build_model("llama")
-    parts = [Text(t.prompt, t.response[:2]) for t in TEXTS]
-    tap = tap_of(model, parts)
-    model(**padded(TEXTS, 1, 1))
-    for ours, part, theirs in zip(tap.take(), parts, read(model, TEXTS), strict=True):
-        assert ours.text == part
-        assert torch.allclose(ours.states, theirs.states[: len(part) - 1], atol=1e-5)
-        assert ours.states.untyped_storage().nbytes() == ours.states.nbytes, "no more than that is held"
-
-
 def test_other_texts_and_other_forwards_are_ignored(build_model):
     model = build_model("llama")
     tap = tap_of(model)

@@ -296,39 +296,11 @@ def test_a_model_that_it_cannot_sample_from_is_refused_by_its_name_before_it_is_
             of_model(model, tmp_path)
 
 
-def test_prompt_tuning_is_refused_before_a_model_is_loaded(tmp_path):
-    tuned = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    with pytest.raises(RolloutError, match=r"peft_config=PromptTuningConfig.*learns a prompt.*Use LoRA"):
-        of_model("nowhere", tmp_path, peft_config=tuned)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_dropout_that_only_trl_samples_with_is_said_once(dropout, tmp_path, caplog):
     adapters = LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=dropout, target_modules="all-linear")
     of_model(load_tiny()[0], tmp_path, peft_config=adapters)
     assert caplog.text.count("samples without, as in evaluation") == (dropout > 0)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"generation_kwargs": {"presence_penalty": 1.0}}, r"generation_kwargs\.presence_penalty.*Leave"),
-        ({"generation_kwargs": {"n": 2}}, r"generation_kwargs\.n=2.*Leave"),
-        ({"vllm_structured_outputs_regex": "a+"}, "Use vllm_structured_outputs_regex=None"),
-        ({"vllm_mode": "colocate", "vllm_tensor_parallel_size": 2}, "Use vllm_tensor_parallel_size=1"),
-    ],
-)
-def test_options_of_vllm_that_it_cannot_obey_are_refused_before_a_model_is_loaded(options, words, tmp_path):
-    args = GRPOConfig(str(tmp_path), use_vllm=True, use_cpu=True, bf16=False, **options)
-    with pytest.raises(RolloutError, match=words):
-        reusing(GRPOTrainer)("no-such-model", args=args, reward_funcs=len)
-
-
-@pytest.mark.parametrize("mode", ["colocate", "server"])
-def test_a_draft_model_that_trls_vllm_would_not_ask_is_refused_before_a_model_is_loaded(mode, tmp_path):
-    args = GRPOConfig(str(tmp_path), use_vllm=True, vllm_mode=mode, use_cpu=True, bf16=False)
-    with pytest.raises(RolloutError, match=r"drafter='head-of-mine'.*use_vllm=False"):
-        reusing(GRPOTrainer, RolloutConfig(drafter="head-of-mine"))("no-such-model", args=args, reward_funcs=len)
 
 
 @pytest.mark.slow
@@ -356,17 +328,28 @@ class Processor(ProcessorMixin):
         pass
 
 
+VLLM = {"use_vllm": True}
+DRAFTER = RolloutConfig(drafter="head-of-mine")
+TUNED = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+
+
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("args", "given", "config", "words"),
     [
-        ("rollout_func", lambda prompts, trainer: {}, "rollout_func"),
-        ("processing_class", Processor(), "processing_class=Processor"),
+        (VLLM | {"generation_kwargs": {"n": 2}}, {}, None, r"generation_kwargs\.n=2.*Leave"),
+        (VLLM | {"vllm_structured_outputs_regex": "a+"}, {}, None, "Use vllm_structured_outputs_regex=None"),
+        (VLLM | {"vllm_mode": "colocate", "vllm_tensor_parallel_size": 2}, {}, None, "vllm_tensor_parallel_size=1"),
+        (VLLM | {"vllm_mode": "colocate"}, {}, DRAFTER, r"drafter='head-of-mine'.*use_vllm=False"),
+        (VLLM | {"vllm_mode": "server"}, {}, DRAFTER, r"drafter='head-of-mine'.*use_vllm=False"),
+        ({}, {"rollout_func": lambda prompts, trainer: {}}, None, "rollout_func"),
+        ({}, {"processing_class": Processor()}, None, "processing_class=Processor"),
+        ({}, {"peft_config": TUNED}, None, r"peft_config=PromptTuningConfig.*learns a prompt.*Use LoRA"),
     ],
 )
-def test_arguments_that_it_cannot_serve_are_refused_before_a_model_is_loaded(name, value, words, tmp_path):
-    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+def test_what_it_cannot_serve_is_refused_before_a_model_is_loaded(args, given, config, words, tmp_path):
+    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **args)
     with pytest.raises(RolloutError, match=words):
-        reusing(GRPOTrainer)("no-such-model", args=args, reward_funcs=len, **{name: value})
+        reusing(GRPOTrainer, config)("no-such-model", args=args, reward_funcs=len, **given)
 
 
 @pytest.mark.parametrize(

@@ -103,39 +103,6 @@ def test_a_resumed_script_goes_on_as_if_undisturbed_and_no_key_comes_twice(tmp_p
 # Planted faults ----------------------------------------------------------------------------------------------------
 
 
-def without_turn(self, ids, turn, cap):
-    from specrl.rollout.types import Row
-
-    return Row(self.example_id, tuple(ids), max_new_tokens=cap)
-
-
-def with_context(self, ids, turn, cap):
-    from specrl.rollout.types import Row
-
-    return Row(f"{self.example_id}/{hash(tuple(ids))}", tuple(ids), max_new_tokens=cap)
-
-
-@pytest.mark.slow
-def test_control_a_key_without_its_turn_repeats_noise(monkeypatch, tmp_path):
-    monkeypatch.setattr(Conversation, "row", without_turn)
-    run = train(tmp_path, script=make_conversations, max_steps=1)
-    assert len(set(run.keys)) < len(run.keys)
-
-
-@pytest.mark.slow
-def test_control_a_key_of_the_context_changes_with_what_a_tool_answers(monkeypatch, tmp_path):
-    def second_turn(fault: bool, answer: str) -> list[int]:
-        with monkeypatch.context() as patch:
-            if fault:
-                patch.setattr(Conversation, "row", with_context)
-            patch.setattr("tests.trainers.grpo.scripts.following", lambda total: answer)
-            run = train(tmp_path, script=make_conversations, max_steps=1)
-        return run.batches[0].turns[1].batch.keys
-
-    assert second_turn(False, "\n") == second_turn(False, " now?\n")
-    assert second_turn(True, "\n") != second_turn(True, " now?\n")
-
-
 # Which conversation a row continues --------------------------------------------------------------------------------
 
 

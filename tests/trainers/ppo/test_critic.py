@@ -106,17 +106,3 @@ def test_rollouts_ask_for_no_values_and_engines_get_no_critic(build_model):
     scored(model, ids, mask)
     assert calls["values"] == 1, "control"
     assert [meta.name for meta in PolicyWeights(model).metadata()] == names
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_checkpointing_is_the_policys_and_the_critics(build_model, checkpointing):
-    """Layers that keep no activations are recomputed in the backward pass."""
-    model, calls = build_model("llama").train(), Counter()
-    critic = build(model, separate=True)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    for name, trunk in (("policy", model.base_model), ("critic", critic.trunk)):
-        trunk.layers[0].mlp.register_forward_pre_hook(lambda module, given, name=name: calls.update([name]))
-    outputs = scored(model, *batch())
-    (outputs.log_probs.sum() + outputs.value.sum()).backward()
-    assert calls == dict.fromkeys(("policy", "critic"), 2 if checkpointing else 1)

@@ -3,7 +3,6 @@
 import shutil
 from itertools import pairwise
 from math import isfinite
-from statistics import mean
 
 import pytest
 import torch
@@ -46,17 +45,14 @@ VARIANTS = {  # options that cannot hide each other's faults share a run
         "trainer__rows_per_pass": 4,
         "trainer__entropy_bonus": 0.01,
     },
-    "lora, rloo": {"lora__rank": 4, "trainer__advantage": "rloo", "trainer__beta": 0.05},
-    "reinforce++, one response, dapo's options": {
+    "reinforce++, one response, adapters": {
         "trainer__advantage": "reinforce_plus_plus",
         "trainer__beta": 0.05,
         "rollout__group_size": 1,
-        "trainer__clip_high": 0.28,
-        "trainer__mask_truncated": "true",
-        "trainer__overlong_buffer": 8,
+        "lora__rank": 4,
     },
 }
-CRITIC, ADAPTERS, ALONE = list(VARIANTS)[1:]
+CRITIC = "separate critic, kl in the loss, passes"
 
 
 @pytest.mark.slow
@@ -73,16 +69,6 @@ def test_the_exact_run_is_the_plain_run(name):
     before = AutoModelForCausalLM.from_pretrained(exact.trainer.model.config.name_or_path).state_dict()
     assert all(not torch.equal(before[n], w) for n, w in exact.weights.items() if n in before)
     assert all(map(isfinite, exact.losses))
-
-
-@pytest.mark.slow
-def test_control_steps_and_log_probs(tmp_path):
-    record = ppo(tmp_path, rollout__measure_every=2)
-    measured = [log for log in logs(record) if "spec/speedup" in log]
-    assert [log["spec/control_mismatches"] for log in measured] == [0] * 3
-    gaps = [log[DIFFERENCE] for log in logs(record) if DIFFERENCE in log]
-    assert len(gaps) == 2 * PER_EPOCH
-    assert max(gaps) <= 1e-4, "engine and trainer agree on every token, reused or new"
 
 
 def test_control_stale_log_probs_are_seen(tmp_path):
@@ -104,49 +90,30 @@ def test_control_stale_log_probs_are_seen(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("at", "options"),
-    [
-        (6, {}),
-        pytest.param(8, VARIANTS[CRITIC] | {"trainer__updates_per_rollout": 1}, marks=slow),
-        pytest.param(4, VARIANTS[ADAPTERS], marks=slow),
-    ],
-)
-def test_a_resumed_run_is_the_uninterrupted_run(tmp_path, at, options):
+def test_a_resumed_run_is_the_uninterrupted_run(tmp_path):
     """Acceptance estimates choose between texts and are not restored, so each row has only one text here."""
-    options = {**options, "trainer__save_every": 2, "trainer__keep_checkpoints": 9, "trainer__lr_schedule": "linear"}
-    options["rollout__sources"] = "[prefix]"
+    options = VARIANTS[CRITIC] | {"trainer__updates_per_rollout": 1, "trainer__lr_schedule": "linear"}
+    options |= {"trainer__save_every": 8, "rollout__sources": "[prefix]"}
     full = ppo(tmp_path, **options)
-    checkpoints = tmp_path / "run" / "checkpoints"
-    saved = sorted(checkpoints.glob("checkpoint-*"))
-    assert {path.name for path in saved} == {f"checkpoint-{n}" for n in range(2, 13, 2)}
-    for path in saved:
-        if int(path.name.partition("-")[2]) > at:
-            shutil.rmtree(path)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "checkpoint-12")
     rest = ppo(tmp_path, resume="auto", **options)
-    expected = Recording(
-        full.trainer,
-        full.folder,
-        full.steps[at // 2 :],
-        full.losses[-len(rest.losses) :],
-    )
-    assert len(rest.losses) * 12 == len(full.losses) * (12 - at)
+    expected = Recording(full.trainer, full.folder, full.steps[4:], full.losses[-len(rest.losses) :])
+    assert len(rest.losses) * 3 == len(full.losses)
     assert differences(expected, rest) == []
     assert [s.reused for s in rest.steps] == [s.reused for s in expected.steps], "the cache was resumed as well"
     timed = ("timing_s/", "perf/", "spec/plain_s", "step_time")
-    for a, b in zip(logs(full)[at:], logs(rest)[at:], strict=True):
+    for a, b in zip(logs(full)[8:], logs(rest)[8:], strict=True):
         assert {k: v for k, v in a.items() if not k.startswith(timed)} == {
             k: v for k, v in b.items() if not k.startswith(timed)
         }
 
 
 def test_control_a_forgotten_optimiser_is_seen(tmp_path):
-    options = {**SHORT, "trainer__save_every": 2, "trainer__keep_checkpoints": 9}
+    options = {**SHORT, "trainer__save_every": 6}
     full = ppo(tmp_path, **options)
-    for at in (4, 6, 8):
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"checkpoint-{at}")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "checkpoint-8")
     rest = ppo(tmp_path, lambda trainer: trainer.add_callback(Forget()), resume="auto", **options)
-    assert "weights" in differences(Recording(full.trainer, full.folder, full.steps[1:], full.losses[2:]), rest)
+    assert "weights" in differences(Recording(full.trainer, full.folder, full.steps[3:], full.losses[6:]), rest)
 
 
 class Forget(TrainerCallback):
@@ -183,17 +150,13 @@ def test_padding_and_rows_left_out_have_no_influence(tmp_path):
     assert not all(torch.equal(base[name], grad) for name, grad in planted.items()), "without the mask"
 
 
-def test_failed_rewards_are_masked_and_counted(tmp_path):
+def test_failed_rewards_are_masked(tmp_path):
     reward = {"reward__functions": "[tests.runs:some_digits]", "reward__max_failure_ratio": 1}
-    reward |= {"trainer__advantage": "rloo", "trainer__minibatches": 1}
+    reward |= {"trainer__advantage": "rloo", "trainer__minibatches": 1, "trainer__max_steps": 1}
     found = []
     record = ppo(tmp_path, tap(found), **reward)
-    for step, log in zip(record.steps, logs(record), strict=True):
-        scored = [r for r in step.rewards if r is not None]
-        assert 1 < step.rewards.count(None) < 16, "never a zero"
-        assert log["reward/failed"] == step.rewards.count(None)
-        assert log["reward"] == pytest.approx(mean(scored))
     rewards, inputs = record.steps[-1].rewards, found[-1]
+    assert 1 < rewards.count(None) < 16, "never a zero"
     left_out = [i for i, r in enumerate(rewards) if r is None]
     assert inputs["completion_mask"][left_out].sum() == inputs["advantages"][left_out].abs().sum() == 0
     assert inputs["num_items_in_batch"] == inputs["completion_mask"].sum(), "no denominator counts them"
@@ -206,7 +169,7 @@ def test_failed_rewards_are_masked_and_counted(tmp_path):
     assert all(map(isfinite, record.losses))
 
 
-@pytest.mark.parametrize("advantage", ["gae", "rloo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("advantage", ["gae", "rloo"])
 def test_truncated_responses_that_are_left_out_are_still_in_the_baseline(tmp_path, advantage):
     """The others' advantages are those of a run that trains on all rows, as in GRPO."""
     options = {"trainer__minibatches": 1, "trainer__advantage": advantage, "trainer__max_steps": 1}
@@ -247,14 +210,6 @@ def test_the_critic_learns_what_a_response_is_worth(tmp_path):
     assert explained[0] == pytest.approx(0, abs=1e-6), "it begins with 0 everywhere"
     assert explained[-3:] == sorted(explained[-3:])
     assert explained[-1] > 0.1
-
-
-def test_an_adapter_is_trained_saved_and_loads(tmp_path):
-    record = ppo(tmp_path, lora__rank=2, trainer__max_steps=2)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", local_files_only=True)
-    assert any("lora" in name for name in model.state_dict())
-    trained = [n for n, p in record.trainer.model.named_parameters() if p.requires_grad]
-    assert all("lora" in name or "critic.head" in name for name in trained)
 
 
 def test_the_critic_is_in_checkpoints_and_not_in_the_model(tmp_path):
