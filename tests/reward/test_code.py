@@ -34,12 +34,10 @@ FUNCTIONS = {
     "Python text of a list": {"tests": str(ASSERTS)},
     "with code before": {"test_list": ["assert twice(2) == 4"], "test_setup_code": "twice = double"},
     "check": {"test": "def check(candidate):\n    assert candidate(3) == 6\n", "entry_point": "double"},
-    "check that is called": {"test": "def check(f):\n    assert f(3) == 6\ncheck(double)"},
     "test functions": {"tests": "from solution import *\ndef test_it():\n    assert double(3) == 6\n"},
     "test class": {"tests": "class TestIt:\n    def test_it(self):\n        assert double(3) == 6\n"},
     "unittest": {"tests": CLASS},
     "calls": CALLS,
-    "calls of one wanted value in a list": {**CALLS, "outputs": [[4], [10]]},
     "calls with arguments by line": {"inputs": ["2", "5\n"], "outputs": ["4", "10"], "fn_name": "double"},
     "calls of CodeContests": {"tests": [{"input": [2], "output": 4}], "fn_name": "double"},
     "calls of LiveCodeBench": {
@@ -48,7 +46,6 @@ FUNCTIONS = {
     },
     "check of an expression": {"test": "def check(f):\n    assert f(3) == 6\n", "entry_point": "Solver().double"},
     "another module's name": {"tests": "from your_module import double as d\nassert d(3) == 6\n"},
-    "objects of calls": {"tests": [{"input": [2], "output": 4, "fn_name": "double"}]},
     "calls of an entry point": {
         "input_output": [{"input": "x = 2", "output": "4"}],
         "entry_point": "Solver().double",
@@ -78,14 +75,10 @@ PROGRAMS = {
 UNKNOWN = {
     "no column": ({"level": "easy"}, "no unit tests in the columns level"),
     "prose": ({"tests": "see the statement"}, "cannot be run"),
-    "an empty list as text": ({"tests": "[]"}, "is no form of tests"),
     "calls that nothing checks": ({"tests": "double(2)"}, "nothing in them can fail"),
     "check without its candidate": ({"tests": "def check(f):\n    assert f(1) == 2"}, "entry_point"),
-    "more inputs": ({"inputs": ["1", "2"], "outputs": ["3"]}, "equal length"),
     "arguments without a function": ({"inputs": [{"a": 1}], "outputs": [2]}, "fn_name"),
-    "an object": ({"tests": {"a": 1}}, "is no form of tests"),
     "a fixture": ({"tests": "def test_it(tmp_path):\n    assert double(2) == 4\n"}, "needs pytest"),
-    "set-up": ({"tests": "class TestIt:\n    def setup_method(self): pass\n    def test_it(self): assert 0"}, "pytest"),
     "a function without a name": (
         {"tests": [{"input": "1", "output": "2", "testtype": "functional"}]},
         "call a function, and nothing names it",
@@ -98,25 +91,15 @@ UNKNOWN = {
     ),
     "an empty program passes": ({"tests": "def run():\n    assert double(2) == 4\n"}, "an empty program passes"),
     "nothing calls it": ({"tests": f"{USES}def run():\n    assert double(2) == 4\n"}, NOTHING),
-    "a main program": ({"tests": f"{USES}if __name__ == '__main__':\n    assert double(2) == 4\n"}, NOTHING),
-    "nothing awaits it": ({"tests": f"{USES}async def test_it():\n    assert double(2) == 4\n"}, NOTHING),
-    "a generator": ({"tests": f"{USES}def test_it():\n    yield\n    assert double(2) == 4\n"}, NOTHING),
     "skipped": ({"tests": CLASS.replace("class", "@unittest.skip('')\nclass")}, NOTHING),
     "failures are caught": ({"tests": f"{USES}try:\n    assert double(2) == 4\nexcept Exception: pass\n"}, NOTHING),
     "what is printed": (
         {"tests": "from contextlib import redirect_stdout\nwith redirect_stdout(out):\n    assert double(2)"},
         "acts on the process",
     ),
-    "what is read": ({"tests": "import sys\nsys.stdin = open('a')\nassert double(2) == 4"}, "acts on the process"),
     "a patch": ({"tests": "@patch('builtins.input')\ndef test_it(): assert double(2)"}, "acts on the process"),
     "a package": ({"tests": "from .solution import double\nassert double(2) == 4"}, "from a package"),
-    "no lists": ({"inputs": 5, "outputs": 6}, "cannot be run"),
     "deep JSON": ({"tests": "[" * 100_000}, "cannot be run"),
-    "a function without a name, in other words": (
-        {"tests": [{"input": [1], "output": 2, "type": "function_call"}]},
-        "call a function, and nothing names it",
-    ),
-    "wanted output is empty": ({"inputs": ["2"], "outputs": ["\n"]}, "an empty program passes"),
 }
 
 
@@ -239,7 +222,6 @@ def test_thoughts_have_no_program(reward):
 ALWAYS = "class Always:\n    def __eq__(self, other): return True\n    def __ne__(self, other): return False\n"
 MAIN = "import sys\nmain = sys.modules['__main__']\n"
 CHEATS = {
-    "exits": "def double(x): return 2\nraise SystemExit(0)",
     "exits at once": "import os\nos._exit(0)",
     "exits when it is called": "import sys\ndef double(x): sys.exit(0)",
     "kills itself": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
@@ -248,19 +230,11 @@ CHEATS = {
     "prints without end": "print('x' * 10**8)\ndef double(x): return 2 * x",
     "writes without end": "open('f', 'wb').write(b'x' * 10**8)\ndef double(x): return 2 * x",
     "equals everything": f"{ALWAYS}def double(x): return Always()",
-    "equals everything in a list": f"{ALWAYS}class double(list):\n    def __eq__(self, other): return True\n",
-    "a number that equals all": "class N(int):\n    def __eq__(self, other): return True\ndef double(x): return N(9)",
-    "reads its own file": "import re\ntext = open(__file__).read()\nprint(text)\ndef double(x): return 0",
     "hooks exceptions": "import os, sys\nsys.excepthook = lambda *_: os._exit(0)\ndef double(x): return 0",
-    "prints at the end": "import atexit\natexit.register(print, 'true')\ndef double(x): return 0",
     "replaces assertion errors": "import builtins\nbuiltins.AssertionError = OSError\ndef double(x): return 0",
-    "replaces isinstance": "import builtins\nbuiltins.all = lambda *_: True\ndef double(x): return [0]",
-    "equals everything, of no module": ALWAYS + "Always.__module__ = 'builtins'\ndef double(x): return Always()",
-    "a class made by type": "E = type('E', (), {'__eq__': lambda *_: True})\ndef double(x): return E()",
     "mock.ANY": "from unittest.mock import ANY\ndef double(x): return ANY",
     "is less than everything": "class L:\n    def __sub__(self, other): return self\n"
     "    def __abs__(self): return self\n    def __lt__(self, other): return True\ndef double(x): return L()",
-    "differs from nothing": "class D:\n    def __sub__(self, other): return 0\ndef double(x): return D()",
     "replaces unittest": "import unittest\nunittest.TestCase.run = lambda s, r=None: r\n"
     "unittest.TestResult.wasSuccessful = lambda s: True\ndef double(x): return 0",
     "replaces json and ast": "import ast, json\nparse = ast.parse\nast.parse = lambda *a, **k: parse('x = 1')\n"
@@ -276,7 +250,6 @@ CHEATS = {
     "        try: os.write(fd, b'{\"passed\": true}\\n')\n        except OSError: pass\n"
     "threading.Thread(target=steal).start()\ndef double(x): return 0",
     "pretends that it was not confined": "import os\ndef double(x): os._exit(125)",
-    "pretends that it took too long": "import os\nos._exit(124)",
     "returns what does not travel": "def double(x): return (2 * x for _ in '1')",
     "misses a module": "def double(x):\n    import nowhere\n    return 2 * x",
     "answers that tests are unsupported": "class Unsupported(BaseException): pass\n"
@@ -420,16 +393,6 @@ def test_all_pairs_of_a_row_take_one_sandbox_and_a_process_each(monkeypatch):
     assert handler({"program": leaves, "pairs": pairs}) is True
     assert handler({"program": leaves, "pairs": [*pairs, ["1", "3 1"]]}) is False
     assert len(started) == 2
-
-
-@pytest.mark.slow
-def test_values_of_the_programs_own_types_are_compared_by_them(reward):
-    point = (
-        "class Point:\n    def __init__(self, x): self.x = x\n    def __eq__(self, other): return self.x == other.x\n"
-    )
-    fields = {"tests": "assert Point(1) == Point(1)\nassert not Point(1) == Point(2)\nassert [Point(1)] == [Point(1)]"}
-    assert score(reward, point, fields) == 1.0
-    assert score(reward, point.replace("self.x == other.x", "True"), fields) == 0.0
 
 
 @pytest.mark.slow

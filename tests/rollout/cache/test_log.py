@@ -140,18 +140,3 @@ def test_what_cannot_be_written_is_counted_and_logged_once(tmp_path, caplog):
     log = logged(tmp_path, steps=3)
     assert log.stats()["cache/log_lost"] == 3
     assert sum("The run goes on" in record.message for record in caplog.records) == 1
-
-
-def test_an_error_that_is_not_the_disks_reaches_the_caller(tmp_path, monkeypatch):
-    log = logged(tmp_path, steps=1)
-
-    def out_of_memory(*args, **kwargs):
-        raise MemoryError("malloc failed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("specrl.rollout.cache.log.write_file", out_of_memory)
-        for step in range(1, 6):
-            with pytest.raises(MemoryError):
-                log.add(step, [text(0, visit=step, step=step)])
-    log.add(6, [text(0, visit=6, step=6)])
-    assert twin(tmp_path).texts([key(0, 0), key(0, 1), key(0, 6)]).keys() == {key(0, 0), key(0, 6)}

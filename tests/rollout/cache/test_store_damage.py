@@ -20,7 +20,7 @@ import pytest
 from specrl.rollout.cache import snapshot
 from specrl.rollout.cache.snapshot import FORMAT, LOCK, SNAPSHOT
 from specrl.rollout.types import CacheError
-from tests.rollout.cache.stored import PRINT, contents, entries, load, saved
+from tests.rollout.cache.stored import contents, entries, load, saved
 
 
 def write_atomically(directory):
@@ -218,9 +218,6 @@ def digest_by_hand(header: bytes, rows) -> str:
     return digest.hexdigest()
 
 
-FIELDS = {"format": FORMAT, "identity": dict(PRINT.identity), "sampling": dict(PRINT.sampling)}
-
-
 @pytest.mark.parametrize("number", [3, FORMAT + 1])
 def test_another_format_is_refused_and_stays(tmp_path, number):
     saved(tmp_path, entries())
@@ -228,20 +225,6 @@ def test_another_format_is_refused_and_stays(tmp_path, number):
     with pytest.raises(CacheError, match=f"is of trajectory cache format {number}, and this is {FORMAT}.*clear=true"):
         load(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [LOCK, SNAPSHOT]
-
-
-@pytest.mark.parametrize("fields", [{**FIELDS, "more": 1}, {"identity": {}, "sampling": {}}, [FIELDS], "text"])
-def test_a_header_of_other_fields_is_put_aside(tmp_path, fields):
-    saved(tmp_path, entries())
-    rewrite(tmp_path, fields)
-    loaded = load(tmp_path)
-    assert (len(loaded), loaded.quarantined) == (0, 1)
-
-
-def test_the_header_tests_can_fail(tmp_path):
-    saved(tmp_path, given := entries())
-    rewrite(tmp_path, FIELDS)
-    assert contents(load(tmp_path), given) == given
 
 
 @pytest.mark.parametrize("column", ["example_id", "sample_index", "key", "trajectory"])
@@ -275,12 +258,6 @@ def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path, monkeypatch, 
     make(tmp_path / SNAPSHOT)
     with pytest.raises(CacheError, match=r"cannot be read: it is .* not a file.*Move it away"):
         load(tmp_path)
-
-
-def test_a_pipe_in_the_place_of_the_new_file(tmp_path):
-    os.mkfifo(tmp_path / f"{SNAPSHOT}.tmp")
-    saved(tmp_path, given := entries())
-    assert contents(load(tmp_path), given) == given
 
 
 def test_directory_in_place_of_the_file_and_file_in_place_of_the_directory(tmp_path, caplog):

@@ -9,20 +9,6 @@ from itertools import pairwise
 import pytest
 
 from specrl.rollout.drafting.budget import Budget, Plan
-from specrl.rollout.drafting.draft import EMPTY
-from specrl.rollout.drafting.drafting import Drafting
-from specrl.rollout.engines.response import Response
-from specrl.rollout.types import Request
-
-
-class Fixed:
-    """A drafter with a constant proposal."""
-
-    def __init__(self, tokens: list[int]):
-        self.tokens = tokens
-
-    def propose(self, tokens, limit):
-        return self.tokens[:limit]
 
 
 def trained(a: float, b: float, rates: dict[str, float], seen: int = 20_000, window: int = 0) -> Budget:
@@ -78,19 +64,6 @@ def test_calibration_tells_a_from_b_when_all_passes_are_equal():
     assert blind.cost()[1] != pytest.approx(1e-5, rel=0.02)  # control
 
 
-def test_old_passes_are_forgotten():
-    budget = Budget()
-    for _ in range(200):
-        budget.observe_pass(10, 1.0)
-        budget.observe_pass(500, 2.0)
-    for _ in range(400):
-        budget.observe_pass(10, 1e-3 + 1e-5 * 10)
-        budget.observe_pass(500, 1e-3 + 1e-5 * 500)
-    a, b = budget.cost()
-    assert a == pytest.approx(1e-3, rel=0.05)
-    assert b == pytest.approx(1e-5, rel=0.05)
-
-
 # Acceptance -----------------------------------------------------------------------------------------------------------
 
 
@@ -113,14 +86,6 @@ def test_a_fixed_window_is_obeyed():
     budget = trained(1e-3, 1e-5, {"start": 0.01}, window=7)
     assert windows(budget, ["start", "diverged", "agreeing"]) == [7, 7, 7]
     assert windows(budget, []) == []
-
-
-def test_long_drafts_when_nearly_all_is_accepted_and_few_rows_are_left():
-    budget = trained(5e-3, 1e-5, {"start": 0.999})
-    (k,) = windows(budget, ["start"])
-    assert k > 100
-    (short,) = windows(trained(5e-3, 1e-5, {"start": 0.7}), ["start"])
-    assert 0 < short < 30
 
 
 SCENES = pytest.mark.parametrize(
@@ -175,22 +140,6 @@ def test_the_window_makes_the_rows_fastest(a, b, rates, count):
             assert total(other) > best * (1 + 1e-6)  # control: the minimum is not flat
 
 
-def test_a_guess_that_is_not_carried_is_judged_by_what_was_emitted():
-    budget, row = trained(1e-3, 1e-3, {("start", "custom"): 0.001}), Response(Request([1], 0, 9, Fixed([5, 6, 7])))
-    drafting = Drafting(budget)
-    drafting.vocab = 10
-    before = budget.acceptance(("agreeing", "custom"))
-    for _ in range(3):
-        drafting.guess(row, 3)
-        assert budget.plan([row.bucket] * 8).lengths[row.bucket] == 0, "nothing is carried"
-        drafting.learn(row, EMPTY, [5], 0)
-        assert row.state == "agreeing"
-    assert budget.acceptance(("agreeing", "custom")) > before
-    row.guess = EMPTY
-    drafting.learn(row, EMPTY, [9], 0)
-    assert row.state == "agreeing", "nobody was asked"
-
-
 def test_drafting_comes_back_when_drafts_are_good_again():
     budget = trained(5e-3, 1e-4, {"start": 0.001}, seen=2000)
     assert windows(budget, ["start"] * 2) == [0, 0]
@@ -226,16 +175,6 @@ def test_the_model_takes_the_rows_that_their_own_drafters_serve_worse():
     assert with_model(5e-3, 1e-5, rates, 0.9).plan(states).by_model == set(), "no model"
 
 
-def test_rows_that_go_well_do_not_take_the_model_from_those_that_do_not():
-    """The slow rows set the time. The many tokens of the other rows must not make a second seem too expensive."""
-    budget = with_model(5e-3, 1e-5, {"agreeing": 0.99, "diverged": 0.3}, 0.9)
-    few, many, most = (budget.plan(["agreeing"] * n + ["diverged"] * 8, model=True) for n in (0, 16, 40))
-    assert few.by_model == many.by_model == {"diverged"}
-    assert many.goodput < few.goodput
-    assert budget.chain([1] * 8, many).active == list(range(8))
-    assert most.by_model == set(), "all would wait for passes that few rows need"
-
-
 @pytest.mark.parametrize("promise", [0.3, 0.6, 0.8])
 @pytest.mark.parametrize("rows", [1, 8, 40])
 def test_the_model_drafts_where_the_best_chain_beats_none(promise, rows):
@@ -269,13 +208,6 @@ def test_a_chain_stops_each_row_where_its_own_confidence_ends():
     assert chain.logprobs == [[sure] * 9, [], []]
 
 
-def test_a_row_joins_when_a_chain_brings_in_what_catching_up_costs():
-    budget = with_model(5e-3, 1e-5, {}, 0.8, (1e-3, 2e-5))
-    plan = budget.plan([None] * 6, model=True)
-    assert budget.chain([1] * 5 + [40], plan).active == [0, 1, 2, 3, 4, 5]
-    assert budget.chain([1] * 5 + [400], plan).active == [0, 1, 2, 3, 4]
-
-
 def test_confidence_is_what_became_of_equally_confident_tokens():
     budget = Budget()
     for _ in range(500):
@@ -301,16 +233,6 @@ def test_a_model_that_does_not_pay_is_tried_again_after_some_rollouts():
     assert going[-1]
 
 
-def test_a_fixed_window_is_obeyed_by_the_model_too():
-    budget = with_model(5e-3, 1e-3, {}, 0.01)
-    budget.window = 3
-    plan = budget.plan([None, "start"], model=True)
-    chain = budget.chain([1] * 2, plan)
-    for left in (2, 1, 0):
-        assert chain.step([math.log(0.01)] * 2, [9, 9]) == [0, 1]
-        assert bool(chain.active) is bool(left)
-
-
 # Sources and pauses ---------------------------------------------------------------------------------------------------
 
 
@@ -324,14 +246,6 @@ def test_a_bad_source_stops_drafting_while_a_good_one_goes_on():
     assert set(windows(blurred, ["diverged"] * 3)) == {0}
 
 
-def test_what_is_needed_is_where_a_token_pays():
-    for p, carried in ((0.4, True), (0.35, False)):
-        budget = trained(5e-3, 1e-3, {"start": p})
-        plan = budget.plan(["start"] * 3)  # without drafts a second is worth 3 tokens / 8 ms; a token costs 1 ms
-        assert bool(plan.lengths["start"]) is carried is (budget.acceptance("start") > plan.needed)
-    assert plan.needed == pytest.approx(3 / 8, rel=0.02)
-
-
 def test_no_window_is_longer_than_what_is_asked_for():
     rng = random.Random(3)
     for _ in range(200):
@@ -341,33 +255,6 @@ def test_no_window_is_longer_than_what_is_asked_for():
         rows = [rng.choice([*kinds, None]) for _ in range(rng.choice([1, 8, 64]))]
         assert max(windows(budget, rows)) <= budget.longest(len(rows))
     assert Budget(7).longest(3) == 7
-
-
-def test_useless_drafts_are_not_believed_again_under_another_name():
-    budget = Budget()
-    unseen = budget.acceptance(("lost", "position"))
-    for _ in range(32):
-        budget.observe_draft(("start", "prefix"), 20, 0)
-    assert budget.acceptance(("lost", "position")) < 0.25 < unseen
-    for _ in range(32):
-        budget.observe_draft(("start", "prefix"), 1000, 1000)
-    assert budget.acceptance(("lost", "position")) == unseen, "good drafts of one kind promise nothing more of another"
-
-
-def test_rests_are_short_and_end_where_something_rides():
-    budget, asked = Budget(), []
-    for i in range(70):
-        if budget.skipping_plan() is None:
-            asked.append(i)
-            budget.observe_asking(drafted=False)
-    assert asked == [0, 4, 20, 52]
-    while budget.skipping_plan():
-        pass
-    budget.observe_asking(drafted=True)
-    assert budget.skipping_plan() is None
-    fixed = Budget(4)
-    fixed.observe_asking(drafted=False)
-    assert fixed.skipping_plan() is None, "a fixed window is obeyed in every pass"
 
 
 def asked(passes: int, brings: float, asking: float, rows: int = 64, cohorts: int = 1, model: bool = False):
@@ -421,18 +308,6 @@ def test_drafts_that_pay_are_asked_for_in_every_pass_but_one(brings, asking, mod
     assert plain < 8
 
 
-def test_few_rows_are_judged_anew():
-    """Drafts that lose time at 64 rows may save time later. After each halving some passes with drafts are timed."""
-    budget = Budget()
-    for rows, rests in ((64, True), (33, True), (32, False)):
-        budget.plan([("agreeing", "group")] * rows)
-        for _ in range(20 if rests else 1):
-            budget.observe_asking(drafted=True)
-            budget.observe_pass(2 * rows, 1.0, rows, 10, emitted=rows, asking=1.0)
-        budget.observe_asking(drafted=True)
-        assert (budget.skipping_plan() is not None) is rests
-
-
 def test_tokens_that_attend_to_more_cost_more():
     """A long draft costs more late in a response than at its start."""
     rng, budget, blind = random.Random(0), Budget(), Budget()
@@ -448,25 +323,3 @@ def test_tokens_that_attend_to_more_cost_more():
     budget.observe_draft("agreeing", 1000, 900)
     early, late = (budget.plan(["agreeing"] * 64, width=width).lengths["agreeing"] for width in (20, 200))
     assert early > late > 0
-
-
-def test_further_passes_of_a_split_one_are_no_plain_passes():
-    """They have drafts without another call of the drafters, so neither side of the comparison counts their seconds."""
-    budget = Budget()
-    budget.plan([("agreeing", "group")] * 8)
-    worth = 8 * budget.cost(8)[0]
-
-    def rests():
-        budget.observe_asking(drafted=True)
-        return budget.skipping_plan() is not None
-
-    for _ in range(8):
-        budget.observe_pass(16, worth, 8, emitted=14, asking=0.1 * worth)
-        budget.observe_pass(8, worth, 8, emitted=8)
-    assert not rests()
-    for _ in range(8):
-        budget.observe_pass(16, 0.01 * worth, 8, emitted=80, further=True)
-    assert not rests(), "what would make plain passes look fast is left out"
-    for _ in range(8):
-        budget.observe_pass(8, 0.01 * worth, 8, emitted=80)
-    assert rests(), "power: of plain passes the same decides"

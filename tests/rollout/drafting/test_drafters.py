@@ -11,7 +11,7 @@ import pytest
 from specrl.rollout.drafting import suffix as suffix_of
 from specrl.rollout.drafting.draft import Draft, ask, ask_all
 from specrl.rollout.drafting.ngrams import GROUPS, NGrams, token_ids
-from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter, find, unseen
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter, find
 from specrl.rollout.sections import SOURCES
 from specrl.rollout.types import Request
 
@@ -106,39 +106,6 @@ def test_the_longest_suffix_wins_and_among_equals_the_newest():
     assert row.source == "group"
 
 
-OWN = [*range(10, 20), 99, 98, 97, 96]
-
-
-def left(agreeing: int, suffix: int, worth=unseen) -> str:
-    """The source of the next draft after a mismatch. `suffix` tokens match another text.
-
-    Args:
-        agreeing: number of tokens just before the last one that equal the old text.
-    """
-    truth = [*[3] * (10 - agreeing), *OWN[10 - agreeing : 10], 7]
-    drafter = drafter_of(OWN, [*truth[-suffix:], 55])
-    (draft,) = suffix_of.propose([drafter], [truth], [1], worth)
-    assert draft.tolist() == ([OWN[11]] if drafter.source == "position" else [55])
-    return drafter.source
-
-
-def test_a_text_is_left_for_what_promises_more():
-    """Under the prior, one different token of six counts as much as a long matching suffix. More of them count less."""
-    assert [left(5, n) for n in (2, 4, 8)] == ["position", "position", "earlier"]
-    assert [left(3, n) for n in (2, 4, 8)] == ["earlier"] * 3
-    assert [left(4, n) for n in (2, 4, 8)] == ["position", "earlier", "earlier"]
-
-
-def test_what_became_of_such_drafts_decides():
-    def worth(of):
-        return lambda kind: 0.9 if kind in of else 0.1
-
-    astray, matched = ((-1, False), "position"), ((8, False), "earlier")
-    assert left(5, 8, worth([astray])) == "position"
-    assert left(5, 8, worth([matched])) == "earlier"
-    assert left(5, 2, worth([matched])) == "position", "a suffix of eight is another kind than one of two"
-
-
 def test_the_prompt_is_copied_from():
     """If that source is enabled: numbers of a question that occur in no other text."""
     prompt, truth = [*range(50), 7, 8, 9], [60, 61, *range(20, 40), 62, *range(5, 12)]
@@ -148,62 +115,6 @@ def test_the_prompt_is_copied_from():
     assert drafter.source == "prompt"
     without = tuple(source for source in SOURCES if source != "prompt")
     assert accepted(SuffixDrafter(PromptTexts((), without, prompt)), truth)[1] == 0
-
-
-def test_a_text_that_was_left_is_followed_again():
-    """A phrase matches another text for a few tokens, after which the old text matches again."""
-    other, truth = [*range(200, 208)], [*OLD[:20], *range(202, 206), *OLD[24:]]
-    drafter, drafts = drafter_of(OLD, other), []
-
-    def worth(kind):
-        (fit, _), source = kind
-        return 0.5 if source == "position" else 0.6 if fit > 2 else 0.1
-
-    for n in range(20, 26):
-        (draft,) = suffix_of.propose([drafter], [truth[:n]], [1], worth)
-        drafts.append((drafter.source, *draft))
-    assert [source for source, _ in drafts] == ["prefix", "position", "position", "earlier", "earlier", "position"]
-    assert [token for _, token in drafts] == [*OLD[20:23], 205, 206, OLD[25]]
-
-
-def test_a_row_is_lost_when_a_pass_brings_one_token_and_not_the_texts():
-    drafter = drafter_of(OLD)
-    drafter.propose([], 4)
-    assert drafter.quality == (0, False)
-    drafter.propose([*OLD[:5], 7], 4)
-    assert drafter.quality == (-1, False)
-    drafter.propose([*OLD[:5], 7, 8], 4)
-    assert drafter.quality == (-2, True)
-    drafter.propose([*OLD[:5], 7, 8, OLD[7]], 4)
-    assert drafter.quality == (1, False), "it fits again"
-
-
-def test_a_text_of_a_run_with_the_same_seed_is_a_candidate_where_a_text_ahead_is_left():
-    ahead = [*OLD[:4], 99, *[98] * 20]
-    drafter = SuffixDrafter(PromptTexts(), keyed=ahead, twin=OLD)
-    assert (drafter.propose(OLD[:3], 4), drafter.source) == (ahead[3:7], "ahead")
-    assert (drafter.propose(OLD[:5], 4), drafter.source) == (OLD[5:9], "twin")
-    assert drafter.propose([], 4) == ahead[:4], "a new response follows the text ahead again"
-    without = SuffixDrafter(PromptTexts(), keyed=ahead)
-    without.propose(OLD[:3], 4)
-    assert without.propose(OLD[:5], 4) != OLD[5:9], "control"
-
-
-@pytest.mark.parametrize("source", ["own", "newest", "ahead"])
-def test_a_request_that_is_run_again_begins_anew(source):
-    """After a restart it is called as often, follows the same text first, and knows the tokens of the first run."""
-    old, rng = OLD[:8], random.Random(3)
-    given = {"own": {"old": old}, "newest": {}, "ahead": {"keyed": old}}[source]
-    again = SuffixDrafter(PromptTexts([old]), **given)
-    for truth in ([50] * 30 + old[:5], [7, *old], old, [rng.randrange(50) for _ in range(40)] * 2):
-        new = SuffixDrafter(PromptTexts([old]), **given)
-        assert again.propose([], 4) == new.propose([], 4) == old[:4]
-        assert again.source == new.source
-        for n in (*range(1, len(truth)), 0, len(truth) // 2, len(truth)):
-            again.propose(truth[:n], 4)
-        again.propose(truth, 0)
-        assert again.texts.texts[-1].tolist() == truth
-    assert again.propose([*truth[:12]], 4) == truth[12:16]
 
 
 @pytest.mark.parametrize(
@@ -273,49 +184,6 @@ def test_the_index_does_not_travel():
         assert pickle.loads(sent).drafter.propose([1, 2, 9, 20, 21, 22, 23], 2) == [24, 25], "it is built again there"
 
 
-def test_a_search_by_brute_force_finds_the_same():
-    rng, hidden = random.Random(2), 0
-    for _ in range(100):
-        stored = [[rng.randrange(4) for _ in range(rng.randrange(20))] for _ in range(rng.randrange(4))]
-        texts = PromptTexts(stored)
-        rows = [texts.open() for _ in range(3)]
-        for _ in range(20):
-            rng.choice(rows).extend(rng.randrange(4) for _ in range(rng.randrange(4)))
-            tokens = [rng.randrange(4) for _ in range(rng.randrange(12))]
-            (places,) = find([texts], [tokens])
-            best = max((length for _, _, length in places), default=0)
-            hidden += best != longest(texts.texts, tokens)  # by a hash collision
-            assert best <= longest(texts.texts, tokens)
-            assert len({texts.source(text) for text, _, _ in places}) == len(places), "one of each source"
-            for text, at, length in places:
-                assert list(texts.texts[text][at - length : at]) == tokens[-length:]
-                assert at < len(texts.texts[text])
-    assert hidden < 5
-
-
-def longest(texts, tokens) -> int:
-    for length in (8, 4, 2):  # the tokens that are looked up
-        ends = [[*text[at - length : at]] for text in texts for at in range(length, len(text))]
-        if len(tokens) >= length and tokens[-length:] in ends:
-            return length
-    return 0
-
-
-def test_random_edits_are_survived():
-    rng = random.Random(0)
-    for _ in range(200):
-        old = [rng.randrange(20) for _ in range(rng.randrange(1, 60))]
-        truth = list(old)
-        for _ in range(rng.randrange(4)):
-            at = rng.randrange(len(truth) + 1)
-            truth[at : at + rng.randrange(3)] = [rng.randrange(20) for _ in range(rng.randrange(3))]
-        sources = rng.choice([SOURCES, POSITIONS, ("group",)])
-        drafter = drafter_of(old, [rng.randrange(20) for _ in range(30)], sources=sources)
-        passes, stood = accepted(drafter, truth, rng.choice([1, 5, 100]))
-        assert passes + stood >= len(truth)
-        assert passes <= max(len(truth), 1)
-
-
 # Batches of rows ------------------------------------------------------------------------------------------------------
 
 
@@ -349,18 +217,6 @@ def test_rows_that_are_asked_together_get_what_each_gets_alone():
     assert sources > {"position", "earlier", "group"}
     assert len({id(drafter.texts.index) for drafter in together}) == 1, "prompts share an index"
     assert len({id(drafter.texts.index) for drafter in alone}) == 5
-
-
-def test_prompts_that_come_later_leave_a_full_index(monkeypatch):
-    monkeypatch.setattr("specrl.rollout.drafting.ngrams.FULL", 500)
-    drafters, truths = rollout_of(random.Random(6), prompts=8)
-    for rows in (slice(0, 6), slice(0, 12), slice(0, 18), slice(0, 24)):
-        suffix_of.propose(drafters[rows], [[*truth[:20], 99, 98] for truth in truths[rows]], [4] * rows.stop)
-    assert 1 < len({id(drafter.texts.index) for drafter in drafters}) < 8
-    for drafter, truth in zip(drafters, truths, strict=True):
-        tokens = truth[:20]
-        text, at, length = find([drafter.texts], [tokens])[0][0]
-        assert [*drafter.texts.texts[text][at - length : at]] == tokens[-length:]
 
 
 @pytest.mark.parametrize("left", [2, 3])

@@ -52,13 +52,6 @@ def test_they_are_the_next_guess_where_nothing_else_is():
     assert made.propose([row], EngineStats())[0].tokens in ((), []), "they are for one pass"
 
 
-def test_nothing_is_redrawn_that_was_not_asked_for():
-    for made, row in ((drafting(redraws=False), row_of()), (drafting(), row_of())):
-        row.drafting = made.redraws is False  # the baseline never drafts
-        settle(made, row, Draft([5, 6, 7], "custom"), [5, 9, 4, 3])
-        assert not made.propose([row], EngineStats())[0].tokens
-
-
 class Old:
     """A drafter that follows a text at its positions."""
 

@@ -251,23 +251,6 @@ def test_the_drift_of_a_learned_judge_is_measured_and_said_once(models, usual, w
     assert len([record for record in caplog.records if "judge" in record.message]) == warned
 
 
-def test_the_drift_counts_the_mismatch_that_ended_a_draft_and_none_after_it(models):
-    nothing = Verdicts(lambda hidden: [False] * len(hidden))
-    nothing.usual_share = 0.5
-    _, stats = engine(models, nothing).generate(requests())
-    assert 0 < stats.mismatches <= 4 * stats.passes, "at most one of each row in a pass"
-    assert stats.judge_drift == pytest.approx(-0.5 * stats.mismatches)
-    _, other = engine(models, NONE).generate(requests())
-    assert (other.mismatches, other.judge_drift) == (0, 0.0), "one that was not trained has no share to compare with"
-
-
-def test_no_mismatch_asks_no_judge(models, plain):
-    asked = requests(stored=[[(token, math.nan) for token in text] for text in plain[1]])
-    done, stats = engine(models, Verdicts(raises), draft=None).generate(asked)
-    assert [c.tokens for c in done] == plain[0]
-    assert (stats.drafted > 0, stats.route_faults) == (True, 0)
-
-
 def test_a_saved_head_judges_as_before_and_for_its_policy_only(tmp_path):
     head = JudgeHead(torch.randn(8, generator=torch.Generator().manual_seed(1)), 0.25, 0.4, 0.75)
     head.save(tmp_path, {"policy": "p"})

@@ -3,7 +3,6 @@
 from itertools import count
 
 import pytest
-import torch
 
 from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.types import AheadText, Request
@@ -47,31 +46,6 @@ def test_a_stop_lets_no_further_pass_begin_and_what_is_there_is_a_beginning(tiny
         assert text.finish in (None, c.finish)
         assert (text.finish is not None) == (len(text.tokens) == len(c.tokens))
     assert [c.tokens for c in engine.generate(requests_of(cases))[0]] == [c.tokens for c in whole]
-
-
-def test_rows_that_do_not_fit_the_memory_are_stopped_too(tiny, cases, monkeypatch):
-    engine = local(tiny("llama"), SAMPLING)
-    whole, _ = engine.generate(requests_of(cases))
-    launch, calls = engine.policy.launch, count()
-
-    def scarce(*args):
-        if next(calls) == 4:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return launch(*args)
-
-    monkeypatch.setattr(engine.policy, "launch", scarce)
-    texts = engine.ahead(requests_of(cases), after(9))
-    assert any(text.finish is None for text in texts)
-    assert any(text.tokens for text in texts)
-    assert all(list(t.tokens) == c.tokens[: len(t.tokens)] for t, c in zip(texts, whole, strict=True))
-
-
-def test_nothing_is_learnt_of_texts_that_come_again(tiny, cases):
-    engine = local(tiny("llama"), SAMPLING, contexts=True)
-    engine.ahead(requests_of(cases), lambda: False)
-    assert len(engine.drafting.contexts) == 0
-    engine.generate(requests_of(cases))
-    assert len(engine.drafting.contexts) > 0
 
 
 # The coming batch -----------------------------------------------------------------------------------------------------

@@ -135,21 +135,6 @@ def test_the_store_gets_weights_when_they_are_first_asked_for_and_once(source):
     assert shipped.stored() == 2
 
 
-def test_ranks_come_one_after_the_other(source, senders):
-    asked = []
-    shipped = delivery([], asked)
-    shipped.take(source)
-    shipped.choose(started("AB", "C", "DE"))
-    shipped.send(1, None)
-    assert asked[0] == (
-        "join",
-        [("nccl", {"rank_offset": offset, "world_size": 6}) for offset in (1, 3, 4)],
-    )
-    receives = ["receive"] * -(-len(source.metadata()) // 3)
-    assert [method for method, _ in asked[1:]] == ["begin_update", *receives, "finish_update"]
-    assert all(len(args) == 3 for _, args in asked)
-
-
 @pytest.mark.parametrize(
     ("gpus", "walks", "route", "word"),
     [

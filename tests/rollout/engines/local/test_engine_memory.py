@@ -3,14 +3,12 @@
 import copy
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local import memory as memory_plan
 from specrl.rollout.engines.local import probe
@@ -152,28 +150,6 @@ def test_kv_is_planned_and_allocated_once(golden, monkeypatch, caplog):
     assert 8 <= rows < 40
     assert memory.peak <= 1.05 * plan <= 1.05 * memory.most
     assert not caplog.text
-
-
-def test_rows_that_wait_take_the_places_of_those_that_end(golden):
-    """Compared with fixed batches of the same number of rows, which take as long as their longest row."""
-    model, _, _ = golden("qwen3")
-    requests, rows = lognormal(96, 200), 16
-    _, stats = local(model, NO_EOS, rows_per_batch=rows).generate(requests)
-    caps = [r.max_new_tokens for r in requests]
-    fixed = sum(max(caps[i : i + rows]) for i in range(0, len(caps), rows))
-    print(f"{stats.passes} passes, {fixed} in fixed batches, {sum(caps) / rows:.0f} at best")
-    assert stats.passes <= 0.75 * fixed
-
-
-@pytest.mark.parametrize(("card", "tokens", "rows"), [(80, 2048, 244), (80, 16384, 33), (141, 16384, 62)])
-def test_what_an_80_or_141_gb_card_holds(monkeypatch, card, tokens, rows):
-    """Qwen3-1.7B in bfloat16: 112 KiB a token, 3.4 GB of weights, a prompt of 200 tokens, and 256 requested rows."""
-    head = SimpleNamespace(weight=torch.empty(1, 2048, dtype=torch.bfloat16))
-    modules = {"lm_head": head, "sampler": SimpleNamespace(bytes=5 << 30)}
-    model = SimpleNamespace(limits=RolloutConfig(), device=torch.device("cuda"), kv_bytes=112 << 10, **modules)
-    monkeypatch.setattr(memory_plan, "free_bytes", lambda device: int((card - 3.4) * 1e9))
-    requests = [Request([1] * 200, 1, tokens)] * 512
-    assert memory_plan.max_concurrent_rows(requests, [model], 256) == rows
 
 
 def test_kv_that_fits_no_row_is_one_readable_error(golden):

@@ -2,44 +2,23 @@
 
 import copy
 import random
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 import specrl.rollout.engines.local.reader as reader
-from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.drafter import ModelDrafter
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import Head
 from specrl.rollout.engines.local.reader import Reader
-from specrl.rollout.keys import derive_key
 from specrl.rollout.types import Request, RolloutError
 from tests.engines import local
-
-VOCAB, SAMPLING = 61, SamplingParams(frozenset({1, 7}))
-
-
-@dataclass
-class Script:
-    """Proposes `text` at the same positions, whatever was emitted."""
-
-    text: list[int]
-
-    def propose(self, tokens, limit):
-        return self.text[len(tokens) : len(tokens) + limit]
+from tests.rollout.golden import SAMPLING, VOCAB, Script, prompts_and_caps, requests_of
 
 
-def requests(n: int = 24, drafters=None) -> list[Request]:
-    """Ragged prompts, some shared, some of one token. The caps let rows finish one after another."""
-    rng = random.Random(1)
-    pool = [[rng.randrange(2, VOCAB) for _ in range(length)] for length in (1, 2, 5, 9, 14)]
-    drafters = drafters or [None] * n
-    return [
-        Request(pool[i // 2 % len(pool)], derive_key(5, "model", i, 0), rng.choice([1, 3, 12, 25, 40]), drafters[i])
-        for i in range(n)
-    ]
+def requests(drafters=None) -> list[Request]:
+    return requests_of(prompts_and_caps(24), drafters)
 
 
 def outputs(done):
@@ -122,15 +101,6 @@ def test_any_draft_model_changes_nothing(policy, tiny, build_model, plain, kind,
     assert outputs(changed) != outputs(plain), "control: the noise decides"
 
 
-@pytest.mark.parametrize("law", [(0.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 9, 0.9)])
-def test_drafts_follow_the_sampling_law(policy, law):
-    sampling = SamplingParams(SAMPLING.eos_ids, *law)
-    want, _ = Engine(policy, sampling).generate(requests())
-    engine = Engine(policy, sampling, window=5, drafter=copy.deepcopy(policy))
-    assert outputs(engine.generate(requests())[0]) == outputs(want)
-    assert rates(engine) == 1.0, "the policy's own copy draws what the policy draws"
-
-
 @pytest.mark.parametrize(
     "bounds", [{}, {"tokens_per_pass": 5}, {"tokens_per_pass": 40, "rows_per_batch": 7}, {"logits_mb": 0}]
 )
@@ -160,13 +130,6 @@ def test_a_plain_request_is_decoded_without_the_model(policy, plain):
     assert stats.accepted == sum(done[longest].reused) > 0
 
 
-def test_near_ties_are_decided_the_same_way(policy):
-    plain, stats = Engine(policy, SAMPLING, tie_margin=0.5).generate(requests())
-    assert stats.ties > 20
-    engine = Engine(policy, SAMPLING, tie_margin=0.5, window=4, drafter=blurred(policy))
-    assert outputs(engine.generate(requests())[0]) == outputs(plain)
-
-
 @pytest.mark.parametrize(("kind", "ids"), [("twin", 3), ("twin", VOCAB), ("head", 30)])
 def test_drafts_from_some_ids_change_nothing(policy, plain, kind, ids):
     drafter = {"twin": copy.deepcopy, "head": Head.of}[kind](policy)
@@ -175,33 +138,6 @@ def test_drafts_from_some_ids_change_nothing(policy, plain, kind, ids):
         done, _ = engine.generate(requests())
         assert outputs(done) == outputs(plain)
     assert engine.sources["model"][0] > 0
-
-
-def test_the_ids_are_those_that_the_texts_use_most(policy, plain):
-    """A copy of the policy misses no id as long as the policy samples only from the most used ones."""
-    batch = [replace(r, prompt=[2, 3]) for r in requests()]
-    blind, seeing = (Engine(policy, SAMPLING, window=5, drafter=copy.deepcopy(policy), ids=n) for n in (12, 0))
-    texts = outputs(seeing.generate(batch)[0])
-    assert rates(seeing) == 1.0
-    assert outputs(blind.generate(batch)[0]) == texts
-    first, emitted = rates(blind), Counter(t for text, _ in texts for t in text)
-    assert first < 0.7
-    seen = {t for t, _ in emitted.most_common(9)}
-    assert not seen <= set(range(12)), "the lowest ids are taken where nothing is known"
-    assert outputs(blind.generate(batch)[0]) == texts
-    assert rates(blind) > first + 0.1
-    drawn = set(blind.drafting.model.packed.sampler.ids.tolist())
-    assert seen | SAMPLING.eos_ids <= drawn
-    assert len(drawn) == 12
-
-
-def test_an_output_layer_that_is_more_than_its_weight_draws_from_all_ids(policy, caplog):
-    drafter = copy.deepcopy(policy)
-    drafter.lm_head.register_forward_hook(lambda *_: None)
-    engine = Engine(policy, SAMPLING, window=5, drafter=drafter, ids=12)
-    engine.generate(requests())
-    assert rates(engine) == 1.0
-    assert "drafts are sampled from all 61 ids and not from the 12 of rollout.drafter_vocab" in caplog.text
 
 
 # The same noise, and KV that follows the emitted tokens ---------------------------------------------------------------
@@ -288,11 +224,3 @@ def test_another_vocabulary_is_refused(policy, build_model):
 def test_a_model_that_does_not_run_packed_is_refused(policy):
     with pytest.raises(RolloutError, match="Linear is not a causal LM"):
         local(policy, SAMPLING, drafter=torch.nn.Linear(3, 3))
-
-
-def test_a_useless_model_is_switched_off(policy, build_model, plain):
-    engine = Engine(policy, SAMPLING, drafter=build_model("llama", seed=9))
-    for _ in range(4):
-        done, _ = engine.generate(requests())
-        assert outputs(done) == outputs(plain)
-    assert engine.sources["model"][0] < 0.1 * sum(len(c.tokens) for c in done)

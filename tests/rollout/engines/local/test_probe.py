@@ -22,9 +22,9 @@ from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local import probe
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.probe import check_kind
-from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import Request, RolloutError
 from tests.engines import local
+from tests.rollout.golden import FAMILIES, Script, reference
 
 VOCAB = 61
 SHAPE = {
@@ -108,12 +108,11 @@ def test_untrained_models_that_compute_something_else_are_refused(name, dtype, m
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gpt2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_probe_families_are_taken_in_every_type(build_model, family, dtype):
-    for scale in (1.0, 15.0):
-        engine = engine_of(build_model(family, scale=scale).to(dtype))
-        assert engine.context == 256
-        assert engine.policy.limit == ""
+    engine = engine_of(build_model(family).to(dtype))
+    assert engine.context == 256
+    assert engine.policy.limit == ""
 
 
 def test_the_control_without_caps_is_taken():
@@ -150,24 +149,6 @@ def longrope(request):
     return made(Phi3Config(**SHAPE, original_max_position_embeddings=16, rope_parameters=LONGROPE), 10.0)
 
 
-def naive(model, request) -> list[int]:
-    """Runs the request alone, with full forward passes of the model."""
-    tokens: list[int] = []
-    while len(tokens) < request.max_new_tokens:
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([[*request.prompt, *tokens]]), use_cache=False).logits[0, -1:]
-        tokens.append(keyed_sample(logits, torch.tensor([request.key]), torch.tensor([len(tokens)]))[0].item())
-    return tokens
-
-
-class Text:
-    def __init__(self, tokens):
-        self.tokens = tokens
-
-    def propose(self, tokens, limit):
-        return self.tokens[len(tokens) : len(tokens) + limit]
-
-
 def test_a_rope_that_depends_on_the_longest_row_is_used_up_to_its_original_length(longrope):
     model, rng = longrope.eval(), random.Random(0)
     engine = engine_of(model)
@@ -175,9 +156,9 @@ def test_a_rope_that_depends_on_the_longest_row_is_used_up_to_its_original_lengt
     lengths = (4, 8, 12)
     requests = [Request([rng.randrange(2, VOCAB) for _ in range(n)], n, 16 - n) for n in lengths]
     plain = [c.tokens for c in engine.generate(requests)[0]]
-    assert plain == [naive(model, r) for r in requests]
+    assert plain == [tokens for tokens, _, _ in reference(model, requests, SamplingParams(frozenset()))]
     for r, text in zip(requests, plain, strict=True):
-        r.drafter = Text([*text[:3], 0, *text[4:]])
+        r.drafter = Script([*text[:3], 0, *text[4:]])
     assert [c.tokens for c in engine.generate(requests)[0]] == plain
     with pytest.raises(RolloutError, match=r"context of 16; .*rotary embedding changes.*max_new_tokens=12"):
         engine.generate([Request([5] * 4, 1, 13)])

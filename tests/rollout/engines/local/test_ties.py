@@ -4,13 +4,9 @@ import random
 
 import pytest
 
-from specrl.rollout.build import build_engine
-from specrl.rollout.config import RolloutConfig
-from specrl.rollout.engines.base import EngineSpec
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.types import Request
 from tests.rollout.golden import (
-    EOS_IDS,
     SAMPLING,
     Script,
     corrupt,
@@ -58,13 +54,3 @@ def test_rounding_that_depends_on_the_pass_flips_tokens_only_without_the_tie_mar
     same, ties = differences(1e-3)
     assert same == []
     assert ties >= len(keys)
-
-
-def test_the_margin_of_ties_is_a_run_s_and_on_by_default(build_model, tmp_path):
-    build_model("llama").save_pretrained(tmp_path)
-    bounds = {"rows_per_batch": 7, "tokens_per_pass": 99, "tie_margin": 0.25}
-    engine = build_engine(EngineSpec(eos_ids=EOS_IDS, rollout=RolloutConfig(**bounds), model=str(tmp_path)))
-    assert {name: getattr(engine.limits, name) for name in bounds} == bounds
-    default = build_engine(EngineSpec(eos_ids=EOS_IDS, rollout=RolloutConfig(), model=str(tmp_path)))
-    assert default.tie_margin == RolloutConfig().tie_margin == TransformersEngine(default.model, SAMPLING).tie_margin
-    assert default.tie_margin == 1e-4

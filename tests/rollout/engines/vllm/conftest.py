@@ -87,6 +87,12 @@ def golden(saved):
     return get
 
 
+@pytest.fixture(scope="session")
+def some(golden):
+    """some(distribution): the first 7 rows of `golden`, one for each kind of draft."""
+    return lambda **options: tuple(part[:7] for part in golden(**options))
+
+
 @pytest.fixture
 def memory_files(monkeypatch):
     """Descriptors of the files in memory that carried weights in this test."""

@@ -2,13 +2,11 @@
 
 import json
 import random
-from dataclasses import replace
 from functools import cache
 
 import pytest
 from transformers import AutoModelForCausalLM
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from specrl.drafter import shortened
 from specrl.rollout.engines.vllm import sampler, worker
@@ -38,12 +36,6 @@ def engine_of(saved):
     yield get
     for engine in reversed(engines.values()):
         close(engine)
-
-
-@pytest.fixture(scope="session")
-def some(golden):
-    """some(distribution): the first 7 rows of `golden`, one for each kind of draft."""
-    return lambda **options: tuple(part[:7] for part in golden(**options))
 
 
 def texts_of_every_quality(rows):
@@ -117,38 +109,6 @@ def test_a_draft_model_with_noise_of_its_own_agrees_less(engine_of, some, drafte
     assert without < 0.6
 
 
-@pytest.fixture
-def draft_passes(monkeypatch):
-    """A list with an entry for each pass of vLLM's draft model."""
-    passes = []
-    run_model = StandaloneARSpeculator._run_model
-
-    def count(speculator, *arguments):
-        passes.append(1)
-        return run_model(speculator, *arguments)
-
-    monkeypatch.setattr(StandaloneARSpeculator, "_run_model", count)
-    return passes
-
-
-def check_draft_passes(engine, cases, want, passes: list[int]) -> None:
-    """Rows that draft pay for the tokens that their steps are planned to have, and plain rows pay for none."""
-    rows = requests_of(cases)
-    done, stats = engine.generate(rows)
-    assert differing(done, want, 1e-4) == []
-    assert stats.accepted > 0
-    assert stats.passes <= len(passes) < 8 * stats.passes
-    passes.clear()
-    done, stats = engine.generate([replace(row, plain=True) for row in rows])
-    assert differing(done, want, 1e-4) == []
-    assert passes == [], "the baseline that speed is compared with"
-    passes.clear()
-    done, stats = engine.generate([replace(row, plain=i > 0) for i, row in enumerate(rows)])
-    assert differing(done, want, 1e-4) == []
-    assert stats.accepted > 0
-    assert passes
-
-
 def test_a_draft_model_follows_the_updates(saved, engine_of, some, drafters):
     """Its weights are updated with the policy's, which changes the acceptance and never the samples."""
     cases, want = some()
@@ -165,25 +125,6 @@ def test_a_draft_model_follows_the_updates(saved, engine_of, some, drafters):
         engine.update_weights(short.items(), 3, probe_of(model))
     engine.update_weights(PolicyWeights(model, drafter=model), 3, probe_of(model))
     assert far < 0.5 < 0.9 < acceptance(engine, cases, want), "a failed update leaves nothing behind"
-
-
-@pytest.fixture
-def updated(engine_of, drafters, saved):
-    """The engine of `link`. Its draft model differs much from the policy."""
-    engine, (model, _) = engine_of(drafter=drafters(0.5), draft_tokens=4), saved("qwen3")
-    engine.update_weights(PolicyWeights(model, drafter=moved(model, 3, 0.5)), 4, probe_of(model))
-    return lambda: (engine, model)
-
-
-def test_a_draft_model_follows_over_a_link_between_gpus(link, some):
-    """vLLM's endpoints of `nccl`, over a communicator of the test."""
-    cases, want = some()
-    connected, model = link
-    engine, received = connected.workers[0].engine, connected.listener.weights
-    assert acceptance(engine, cases, want) < 0.5
-    connected.send(PolicyWeights(model, drafter=model), 5, probe_of(model))
-    assert acceptance(engine, cases, want) > 0.9
-    assert sum(name.startswith("drafter.") for name in received) == len(received) / 2
 
 
 def test_a_run_that_trains_the_draft_model_trains_the_same_policy(tmp_path, monkeypatch):

@@ -5,13 +5,10 @@ import json
 import time
 from collections import defaultdict
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from vllm.config import CUDAGraphMode
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
@@ -20,8 +17,8 @@ from benchmarks.research import vllm_head
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import Head
-from specrl.rollout.engines.vllm import draft_ids, planned_model, planned_v2, sampler, worker
-from specrl.rollout.engines.vllm.weights import described, drafter_share
+from specrl.rollout.engines.vllm import planned_model, planned_v2, sampler, worker
+from specrl.rollout.engines.vllm.weights import described
 from specrl.rollout.engines.weights import WeightCheck
 from specrl.rollout.types import RolloutError
 from specrl.tiny import load_tiny
@@ -173,25 +170,6 @@ def test_it_samples_among_the_ids_that_the_texts_use_most(case, heads, saved, gu
         close(engine)
 
 
-@pytest.mark.parametrize(
-    ("layer", "logits", "reason"),
-    [
-        ({"tp_size": 2}, {}, "2 GPUs"),
-        ({"quant_method": object()}, {}, "quantised"),
-        ({"bias": torch.zeros(1)}, {}, "bias"),
-        ({}, {"soft_cap": 30.0}, "scales"),
-        ({}, {"scale": 0.5}, "scales"),
-        ({}, {}, ""),
-    ],
-)
-def test_output_layers_that_are_more_than_a_weight_keep_all_ids(layer, logits, reason):
-    plain = {"tp_size": 1, "quant_method": UnquantizedEmbeddingMethod(), "bias": None}
-    processor = SimpleNamespace(**({"soft_cap": None, "scale": 1.0} | logits))
-    model = SimpleNamespace(lm_head=SimpleNamespace(**(plain | layer)), logits_processor=processor)
-    assert reason in draft_ids.peculiar(model)
-    assert bool(draft_ids.peculiar(model)) == bool(reason)
-
-
 def test_it_follows_the_updates(engine_of, case, heads, guesses):
     """Its weights are matched by name. Embedding and output layer are always the policy's current ones."""
     model, head, cases, want = case
@@ -261,41 +239,3 @@ def test_a_head_of_another_policy_is_refused_before_anything_is_loaded(saved, he
     other.save_pretrained(tmp_path)
     with pytest.raises(RolloutError, match=f"the head in {tmp_path} cannot be read"):
         described(spec_of(saved("qwen3")[1], drafter=str(tmp_path)))
-
-
-def test_a_pass_of_the_head_reads_its_layer_and_the_rows_of_its_ids(saved, heads, case):
-    model, head, *_ = case
-    rows, width = model.lm_head.weight.shape
-    layers = sum(weight.numel() for name, weight in model.named_parameters() if name.startswith("model.layers"))
-    policy_reads = layers + model.model.norm.weight.numel() + rows * width
-    for given, read in ((0, rows), (30, 30), (10**6, rows)):
-        spec = spec_of(saved("qwen3")[1], drafter=heads, drafter_vocab=given)
-        share = drafter_share(spec, *described(spec))
-        assert share == (sum(weight.numel() for weight in head.parameters()) + read * width) / policy_reads
-    spec = spec_of(saved("qwen3")[1])
-    assert drafter_share(spec, *described(spec)) == 0
-
-
-def test_passes_that_vllm_captured_with_its_own_draws_are_not_replayed():
-    """On a GPU vLLM captures a head's passes with their sampling before the keyed sampler is installed."""
-    speculator, modes = EagleSpeculator.__new__(EagleSpeculator), []
-    speculator.init_cudagraph_manager = modes.append
-    worker.share_noise(SimpleNamespace(speculator=speculator, sampler=None))
-    assert modes == [CUDAGraphMode.NONE]
-
-
-@pytest.mark.parametrize("borrows", [True, False])
-def test_what_a_head_borrows_is_not_loaded_with_it(monkeypatch, borrows):
-    """vLLM passes a table without weights to all models of a kind, which must not make a draft model a head."""
-    reloaded, loaded = [], []
-    monkeypatch.setattr(worker, "initialize_layerwise_reload", reloaded.append)
-    transfer, rotary = worker.Transfer.__new__(worker.Transfer), torch.nn.Identity()
-    transfer.model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "rotary": rotary})
-    theirs = transfer.model["embed"] if borrows else torch.nn.Embedding(3, 2)
-    transfer.drafter = torch.nn.ModuleDict({"fc": torch.nn.Linear(4, 2), "embed": theirs, "rotary": rotary})
-    transfer.drafter.load_weights = loaded.extend
-    transfer.start_weight_update()
-    transfer.load_weights([("drafter.fc.weight", torch.ones(2, 4)), ("drafter.fc.bias", torch.ones(2))])
-    assert [name for name, _ in loaded] == ["fc.weight", "fc.bias"]
-    parts = [transfer.drafter["fc"], rotary] if borrows else [transfer.drafter]
-    assert reloaded == [transfer.model, *parts]

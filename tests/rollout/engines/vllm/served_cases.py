@@ -75,6 +75,7 @@ def test_control_a_draft_that_is_not_verified_is_found(served, requests, plain, 
 def test_only_keyed_requests_with_texts_carry_drafts(served, requests, plain):
     served.ask(requests)
     served.ask(requests, keyed=False, temperature=0.0)
+    served.ask(requests, plain[0], plain=True)
     assert served.flow.stats.drafted == 0
     served.ask(requests, plain[0])
     assert served.flow.stats.drafted > 0

@@ -31,10 +31,10 @@ class Served:
             ]
         )
 
-    def params(self, request: Request, texts=(), prompt_tokens=None, **params):
+    def params(self, request: Request, texts=(), prompt_tokens=None, plain=False, **params):
         texts = tuple(map(tuple, texts))
         prompt_tokens = prompt_tokens or len(request.prompt)
-        wire = KeyedRequest(request.key, prompt_tokens, str(request.key), texts, own=0 if texts else -1)
+        wire = KeyedRequest(request.key, prompt_tokens, str(request.key), texts, 0 if texts else -1, plain)
         return self.vllm_params(request, extra_args=wire.extra_args(), **params)
 
     @staticmethod

@@ -93,9 +93,8 @@ def asked(cases, want):
     return made
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.5])
-def test_it_is_the_judge_of_the_transformers_engine(judging, golden, threshold):
-    cases, want = golden()
+def test_it_is_the_judge_of_the_transformers_engine(judging, golden):
+    (cases, want), threshold = golden(), 0.5
     reference = judged(policy("qwen3"), SamplingParams(EOS_IDS), head(threshold), window=6)
     theirs, _ = reference.generate(asked(cases, want))
     done, stats = judging(threshold).generate(asked(cases, want))
@@ -106,10 +105,10 @@ def test_it_is_the_judge_of_the_transformers_engine(judging, golden, threshold):
         assert all(mine == pytest.approx(other, abs=1e-3) for mine, other in both)
     assert 0 < stats.accepted <= stats.drafted
     assert stats.route_faults == 0
-    assert bool(differing(done, want, 1e-3)) == (threshold > 0), "a judge that accepts nothing is exact"
+    assert differing(done, want, 1e-3), "a judge that accepts changes the text"
     logprobs = [logprob for c in done for logprob in c.behaviour_logprobs]
     stored = sum(logprob < -0.5 and (-0.5 - logprob) * 1024 % 1 == 0 for logprob in logprobs)
-    assert (stored > 2) == (threshold > 0), "by chance a log-prob of the policy can look like a stored one"
+    assert stored > 2, "by chance a log-prob of the policy can look like a stored one"
 
 
 def test_small_steps_and_shared_prompts_change_nothing(judging, golden):

@@ -48,27 +48,6 @@ def test_a_head_is_another_method_than_a_draft_model(spec, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("vllm", "tokens"),
-    [
-        ({"scheduling": "async"}, 8),
-        ({"scheduling": "async", "draft_tokens": 5}, 5),
-        ({"drafter": "", "speculator": "eagle=DIR"}, 8),
-        ({"drafter": "", "speculator": "ngram_gpu"}, 32),
-        ({"drafter": "", "scheduling": "async"}, 32),
-        ({}, 32),
-    ],
-)
-def test_a_draft_model_on_the_device_makes_at_most_eight_passes_a_step(spec, vllm, tokens):
-    """It would make all of them in every step. On the host's plan it is asked for as many as pay."""
-    from specrl.rollout.engines.vllm.settings import speculation
-
-    spec.rollout.drafter = vllm.pop("drafter", spec.rollout.drafter)
-    for name, value in vllm.items():
-        setattr(spec.rollout.vllm, name, value)
-    assert speculation(spec, "v2")["speculative_config"]["num_speculative_tokens"] == tokens
-
-
-@pytest.mark.parametrize(
     ("drafter", "vllm", "reason"),
     [
         (True, {}, "drafter=.* needs drafts that .*; nor does v2: it needs a GPU, or Triton"),

@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 
-from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.noise import keyed_sample
@@ -117,21 +116,6 @@ def test_all_accepted_all_rejected_and_one_mismatch(engine_of, golden):
 
 
 @on_v1
-def test_drafts_from_siblings_with_shared_prompts(engine_of):
-    """As in training: eight rows a prompt, each drafting from a sibling's text."""
-    engine, prompt = engine_of(), list(range(2, 50))
-    cases = [(prompt, 30)] * 4 + [([*prompt, 7], 30)] * 4
-    plain, first = engine.generate(requests_of(cases))
-    siblings = [SuffixDrafter(PromptTexts([c.tokens]), plain[i ^ 1].tokens) for i, c in enumerate(plain)]
-    done, stats = engine.generate(requests_of(cases, siblings))
-    assert exactly(done) == exactly(plain)
-    assert stats.accepted > 0
-    again, cached = engine.generate(requests_of(cases))
-    assert exactly(again) == exactly(plain)
-    assert cached.forward_tokens < first.forward_tokens, "the second time the prompts come from the prefix cache"
-
-
-@on_v1
 def test_memory_bounds_change_nothing(engine_of, golden):
     cases, want = golden()
     drafters = drafts_of_every_quality([t for t, _, _ in want])
@@ -157,7 +141,6 @@ def test_a_cache_too_small_for_the_batch_changes_nothing(engine_of, monkeypatch)
     assert preempted
 
 
-@on_v1
 def test_no_step_begins_after_a_stop_and_what_there_is_is_a_beginning(engine_of, golden):
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -172,19 +155,6 @@ def test_no_step_begins_after_a_stop_and_what_there_is_is_a_beginning(engine_of,
             assert text.finish in (None, finish)
         assert any(text.finish is None for text in texts)
     assert differing(engine.generate(requests_of(cases))[0], want, 1e-4) == [], "nothing of it is kept"
-
-
-@on_v1
-def test_the_cap_is_exact_and_eos_at_the_cap_is_a_stop(engine_of):
-    engine = engine_of(eos_ids=frozenset())
-    text = engine.generate(requests_of([([8, 9], 12)]))[0][0].tokens
-    first = text.index(text[5]) + 1
-    engine = engine_of(eos_ids=frozenset({text[5]}))
-    for cap in (1, first - 1, first, first + 1, 12):
-        for draft in (None, Script(text), Script(text[:first] + [3] * 9), Script(all_wrong(text))):
-            (c,), _ = engine.generate(requests_of([([8, 9], cap)], [draft]))
-            assert c.tokens == text[: min(cap, first)]
-            assert c.finish == ("stop" if cap >= first else "length")
 
 
 def test_a_row_that_fills_the_context(saved, engine_of):

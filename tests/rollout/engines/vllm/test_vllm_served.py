@@ -5,22 +5,18 @@ Runner V1; test_vllm_v2.py runs it on V2.
 """
 
 import asyncio
-import gc
 import itertools
 import random
-from dataclasses import replace
 
 import pytest
 
-from specrl.rollout.drafting.suffix import PromptTexts
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.vllm import planned_v1
-from specrl.rollout.engines.vllm.row import VLLMRow
 from specrl.rollout.types import EngineStats, Request, RolloutError
 from specrl.rollout.verify import Accepted
 from specrl.session import ReuseSession
-from tests.rollout.engines.vllm.engines import CONTEXT, RUNNER, needs_vllm, on_v1, spec_of
+from tests.rollout.engines.vllm.engines import RUNNER, needs_vllm, on_v1, spec_of
 from tests.rollout.engines.vllm.servers import arguments, keep_async, logprobs, start_served, tokens
 from tests.rollout.golden import EOS_IDS, VOCAB, all_wrong, corrupt
 
@@ -103,13 +99,6 @@ def test_a_response_that_was_cut_off_goes_on_as_if_it_had_not_been(served, reque
     assert tokens(served.ask_with(asked)) == [text[3:] for _, text in cut]
 
 
-def test_a_row_that_fills_the_context(served):
-    request = Request([2 + i % 50 for i in range(CONTEXT - 30)], 7, max_new_tokens=1000)
-    (want,) = tokens(served.ask([request], stop_token_ids=[]))
-    assert len(want) == 30
-    assert tokens(served.ask([request], [[*want, *want]], stop_token_ids=[])) == [want]
-
-
 def test_min_tokens_holds_whatever_the_drafts(served, requests, plain):
     rows = [(r, text) for r, text in zip(requests, plain[0], strict=True) if r.max_new_tokens >= 20]
     asked = [r for r, _ in rows]
@@ -134,20 +123,6 @@ def test_a_session_serves_two_visits_of_a_prompt(served):
             session.finish(ticket, text)
         reused.append({*served.flow.stats.sources} - {"group", "prompt", "redraw"})
     assert reused[0] == set() != reused[1], "drafts from stored texts"
-
-
-@on_v1
-def test_finished_requests_are_forgotten(served, requests):
-    def held() -> tuple[int, int]:
-        """Numbers of rows and of prompts' texts that exist in this process."""
-        gc.collect()
-        objects = gc.get_objects()
-        return sum(isinstance(x, VLLMRow) for x in objects), sum(isinstance(x, PromptTexts) for x in objects)
-
-    served.ask(requests[:1], [[3, 4, 5]])
-    rows, groups = held()
-    served.ask([replace(r, max_new_tokens=1) for r in requests])  # they end in the same step
-    assert held() == (rows, groups)
 
 
 BAD_ARGS = [
