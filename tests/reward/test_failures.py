@@ -115,13 +115,18 @@ def test_a_hard_text_is_masked_and_counted_or_zero():
     assert reward.requested == [2, 1], "a stalled machine must not become a zero"
 
 
-@pytest.mark.parametrize(("then", "total"), [(1.0, 1.0), (STALLED, None), (BROKEN, None)])
-def test_only_what_is_over_its_limit_twice_is_zero(then, total):
+@pytest.mark.parametrize(
+    ("outcome", "then", "total"),
+    [
+        (HARD, 1.0, 1.0),
+        (HARD, STALLED, None),
+        (HARD, BROKEN, None),
+        (STALLED, HARD, None),
+        (BROKEN, 1.0, None),
+        (None, 1.0, None),
+        (TimeoutError("the judge is slow"), HARD, None),
+    ],
+)
+def test_only_what_is_over_its_limit_twice_is_zero(outcome, then, total):
     rewards = RewardSet([Scripted()], on_limit="zero")
-    assert rewards.score([Sample("p", "c", None, {"outcome": HARD, "then": then})]).total == [total]
-
-
-@pytest.mark.parametrize("outcome", [STALLED, BROKEN, None, TimeoutError("the judge is slow")])
-def test_a_failure_is_never_zero(outcome):
-    rewards = RewardSet([Scripted()], on_limit="zero")
-    assert rewards.score([Sample("p", "c", None, {"outcome": outcome})]).total == [None]
+    assert rewards.score([Sample("p", "c", None, {"outcome": outcome, "then": then})]).total == [total]

@@ -10,8 +10,8 @@ import pytest
 
 from specrl.rollout.drafting import suffix as suffix_of
 from specrl.rollout.drafting.draft import Draft, ask, ask_all
-from specrl.rollout.drafting.ngrams import GROUPS, NGrams, token_ids
-from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter, find
+from specrl.rollout.drafting.ngrams import NGrams, token_ids
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
 from specrl.rollout.sections import SOURCES
 from specrl.rollout.types import Request
 
@@ -217,21 +217,6 @@ def test_rows_that_are_asked_together_get_what_each_gets_alone():
     assert sources > {"position", "earlier", "group"}
     assert len({id(drafter.texts.index) for drafter in together}) == 1, "prompts share an index"
     assert len({id(drafter.texts.index) for drafter in alone}) == 5
-
-
-@pytest.mark.parametrize("left", [2, 3])
-def test_a_prompt_joins_an_index_that_numbers_all_its_groups(left):
-    """Otherwise its last group would have the number of another prompt's first group and match that prompt's texts."""
-    other, prompt = PromptTexts([[1, 2, 3]] * 9, prompt=[8, 9]), PromptTexts([[6, 7]], prompt=[1, 2, 4])
-    other.open().extend([1, 2, 5])
-    index = NGrams()
-    other.join(index)
-    numbered = [index.group() for _ in range(GROUPS - len(other.groups) - left)]
-    assert numbered[-1] == GROUPS - left - 1
-    theirs, own = find([other, prompt], [[1, 2], [1, 2]])
-    assert own == [(1, 2, 2)], "its own prompt's"
-    assert theirs == [(10, 2, 2), (0, 2, 2)]
-    assert (prompt.index is index) == (left == 3)
 
 
 class Odd:

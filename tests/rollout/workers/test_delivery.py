@@ -3,7 +3,6 @@
 A real Ray cluster whose workers declare GPUs, and a fake of vLLM's sender.
 """
 
-import logging
 import os
 import signal
 import sys
@@ -133,29 +132,6 @@ def test_the_store_gets_weights_when_they_are_first_asked_for_and_once(source):
     assert puts[0].keys() == {meta.name for meta in source.metadata()}
     shipped.take(source)
     assert shipped.stored() == 2
-
-
-@pytest.mark.parametrize(
-    ("gpus", "walks", "route", "word"),
-    [
-        (["A", "B"], "again", "nccl", "GPU of its own"),
-        (["A", "A"], "again", "memory", "a GPU for each rank"),
-        (["A", ""], "again", "memory", "without a GPU"),
-        (["A", "B"], "once", "memory", "walked only once"),
-    ],
-)
-def test_the_route_is_said_once(source, senders, caplog, gpus, walks, route, word):
-    caplog.set_level(logging.INFO)
-    shipped = delivery([])
-    for _ in range(3):
-        shipped.take(source if walks == "again" else iter(source))
-        shipped.choose(started(*gpus))
-    assert shipped.route == route
-    assert shipped.linked == (route == "nccl")
-    (record,) = caplog.records
-    assert f"by route {route}" in record.message
-    assert word in record.message
-    assert (record.levelno == logging.WARNING) == (route == "memory"), "a GPU that is not used is worth a warning"
 
 
 def test_parts_of_a_policy_are_not_gathered_for_one_worker(source, senders):

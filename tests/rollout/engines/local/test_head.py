@@ -19,7 +19,6 @@ from tests.rollout.golden import (
     differing,
     drafts_of_every_quality,
     engine_of,
-    reference,
     requests_of,
 )
 
@@ -174,20 +173,3 @@ def test_a_rule_by_which_drafts_are_text_refuses_a_head(golden, acceptance):
     spec = EngineSpec(eos_ids=frozenset(), rollout=RolloutConfig(acceptance=acceptance, drafter="head"))
     with pytest.raises(RolloutError, match=r"rollout\.acceptance=.*kind=model"):
         load_drafter(spec, golden("qwen3")[0])
-
-
-@pytest.mark.slow
-def test_a_row_of_a_one_token_prompt_changes_no_other_rows_drafts(golden):
-    """Such a row may be the longest of a call: slabs that are longer than the policy's had states of other rows."""
-    model, _, _ = golden("qwen3")
-    rows, alone = requests_of([([3 + i, 4, 5], 16) for i in range(31)]), requests_of([([7], 40)])
-
-    def generated(asked):
-        done, _ = engine_of(model, window=4, drafter=Head.of(model)).generate(asked)
-        assert differing(done, reference(model, asked)) == []
-        return done
-
-    expected = [c.reused for c in generated(rows)]
-    assert sum(map(sum, expected)) > 10, "the head's drafts are accepted now and then"
-    assert [c.reused for c in generated([*rows, *alone])[:31]] == expected
-    generated(requests_of([([3 + i], 16) for i in range(32)]))

@@ -76,11 +76,10 @@ def plain(policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "window"), [("twin", 0), ("blurred", 5), ("stranger", 1), ("family", 5)])
+@pytest.mark.parametrize(("kind", "window"), [("twin", 0), ("stranger", 1), ("family", 5)])
 def test_any_draft_model_changes_nothing(policy, tiny, build_model, plain, kind, window):
     drafter = {
         "twin": lambda: copy.deepcopy(policy),
-        "blurred": lambda: blurred(policy),
         "stranger": lambda: build_model("llama", seed=9),
         "family": lambda: tiny("gpt2"),
     }[kind]()
@@ -102,7 +101,7 @@ def test_any_draft_model_changes_nothing(policy, tiny, build_model, plain, kind,
 
 
 @pytest.mark.parametrize(
-    "bounds", [{}, {"tokens_per_pass": 5}, {"tokens_per_pass": 40, "rows_per_batch": 7}, {"logits_mb": 0}]
+    "bounds", [{}, {"tokens_per_pass": 5, "logits_mb": 0}, {"tokens_per_pass": 40, "rows_per_batch": 7}]
 )
 def test_a_copy_of_the_policy_is_always_right(policy, plain, bounds):
     """Catching up, moving the cursor and removing rows lose nothing: a wrong KV entry would lower the acceptance."""

@@ -73,11 +73,12 @@ def test_control_a_draft_that_is_not_verified_is_found(served, requests, plain, 
 
 
 def test_only_keyed_requests_with_texts_carry_drafts(served, requests, plain):
-    served.ask(requests)
-    served.ask(requests, keyed=False, temperature=0.0)
-    served.ask(requests, plain[0], plain=True)
+    few, texts = requests[:6], plain[0][:6]
+    served.ask(few)
+    served.ask(few, keyed=False, temperature=0.0)
+    served.ask(few, texts, plain=True)
     assert served.flow.stats.drafted == 0
-    served.ask(requests, plain[0])
+    served.ask(few, texts)
     assert served.flow.stats.drafted > 0
     assert not served.flow.requests.keys() & served.core.scheduler.requests.keys()
     served.ask(requests[:1])

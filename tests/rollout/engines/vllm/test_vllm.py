@@ -61,10 +61,9 @@ def test_plain_decoding_equals_the_transformers_engine(engine_of, golden, family
     assert len(differing(other, want)) > 13  # control: other keys give other texts
 
 
-@pytest.mark.parametrize("draft_tokens", [pytest.param(1, marks=on_v1), 40])
-def test_drafts_of_any_quality_change_nothing(engine_of, golden, draft_tokens):
+def test_drafts_of_any_quality_change_nothing(engine_of, golden):
     cases, want = golden()
-    engine = engine_of(draft_tokens=draft_tokens, window=40)
+    engine = engine_of(draft_tokens=40, window=40, sources=())
     plain, _ = engine.generate(requests_of(cases))
     for seed in range(3 if RUNNER == "v1" else 1):
         drafters = drafts_of_every_quality([t for t, _, _ in want], seed)
@@ -173,15 +172,12 @@ def test_a_row_that_fills_the_context(saved, engine_of):
 def test_noise_off_by_one_position_is_found(engine_of, golden, monkeypatch):
     """Control: samples keyed by the next position differ."""
     cases, want = golden()
-    late = 1
 
     def sample(logits, keys, positions, *more, **params):
-        return keyed_sample(logits, keys, positions + late, *more, **params)
+        return keyed_sample(logits, keys, positions + 1, *more, **params)
 
     monkeypatch.setattr("specrl.rollout.engines.local.sampler.keyed_sample", sample)
     assert len(differing(engine_of().generate(requests_of(cases))[0], want)) > 13
-    late = 0
-    assert differing(engine_of().generate(requests_of(cases))[0], want, 1e-4) == []
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
