@@ -122,6 +122,12 @@ def words(folder: Path, **options) -> list[str]:
     return [f"{key.replace('__', '.')}={value}" for key, value in (small | options).items()]
 
 
+def command(folder: Path, *more: str, **options) -> list[str]:
+    """The command line of what trains nothing, on the model and data of a small run; later words win."""
+    found = [*(word for word in words(folder, **options) if not word.startswith("trainer.")), *more]
+    return list({word.partition("=")[0]: word for word in found}.values())
+
+
 @dataclass
 class Step:
     """One rollout batch as it was trained on."""

@@ -39,18 +39,11 @@ def test_every_method_is_measured_in_every_regime_and_size(small):
     lines = json.loads(Path(small.out).read_text())["lines"]
     methods = ["plain", *ablation.STEPS, "+ short", "window 8"]
     assert [line["method"] for line in lines] == methods * 4
-    assert [(line["rows"], line["regime"]) for line in lines[:: len(methods)]] == [
-        (1, "first epoch"),
-        (1, "little drift"),
-        (8, "first epoch"),
-        (8, "little drift"),
-    ]
     found = {(line["rows"], line["regime"], line["method"]): line for line in lines}
     plain = [line for line in lines if line["method"] == "plain"]
     assert all(line["reused"] == 0 and line["speedup"] == 1 and line["passes_max"] == 24 for line in plain)
     assert found[8, "first epoch", "prefix"]["reused"] == 0, "no prompt has an old text"
     assert found[8, "little drift", "window 8"]["reused"] > 0.5
-    assert all(0 < line["tail_s"] <= line["seconds"] * 1.5 for line in lines)
 
 
 def test_other_texts_than_plain_decodings_end_it(small, monkeypatch):

@@ -95,34 +95,22 @@ def launched(tmp_path_factory):
     return {"folder": folder, **{name: [report[name] for report in reports] for name, _ in plan}}
 
 
-@pytest.fixture(scope="module")
-def exact(launched):
-    return launched["folder"], launched["exact"]
-
-
-def test_both_processes_took_part(exact):
-    first, second = exact[1]
+def test_both_took_part_and_end_with_the_same_weights_and_the_same_cache(launched):
+    first, second = launched["exact"]
     assert len(first["steps"]) == len(second["steps"]) == 6
     for a, b in zip(first["steps"], second["steps"], strict=True):
         rows = [tuple(row) for row in a["rows"] + b["rows"]]
         assert len(rows) == len(set(rows)) == 16, "each row of the step in one of the processes"
     owners = [
-        {row[0]: rank for rank in (0, 1) for s in exact[1][rank]["steps"][e : e + 3] for row in s["rows"]}
+        {row[0]: rank for rank in (0, 1) for s in launched["exact"][rank]["steps"][e : e + 3] for row in s["rows"]}
         for e in (0, 3)
     ]
     assert any(owners[0][example] != owners[1][example] for example in owners[0]), "examples move between processes"
-
-
-def test_both_end_with_the_same_weights_and_the_same_cache(exact):
-    first, second = exact[1]
     assert first["cache"] == second["cache"]
     assert first["weights"] == second["weights"]
     assert len(first["cache"]) == 12 * 4
     assert {entry[5] for entry in first["cache"]} == {3, 4, 5}
-
-
-def test_reuse_crosses_processes(exact):
-    for report in exact[1]:
+    for report in (first, second):
         assert [step["metrics"]["spec/hit_rate"] for step in report["steps"]] == [0] * 3 + [1] * 3
         assert all(step["reuse"] > 0.1 for step in report["steps"][3:])
 
@@ -156,8 +144,8 @@ def test_reported_seconds_are_those_of_the_slowest_process(launched):
         assert 0 < line["timing_s/update"] < line["timing_s/step"]
 
 
-def test_one_process_writes_the_run(exact):
-    run = exact[0] / "run"
+def test_one_process_writes_the_run(launched):
+    run = launched["folder"] / "run"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 7))
     assert [line["step"] for line in lines if "eval/reward" in line] == [0, 6], "evaluated once, not once a process"

@@ -26,7 +26,8 @@ from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, EngineStats, Request, Row
 from specrl.run.accuracy import evaluate, pass_at_k
 from specrl.run.data import Example
-from tests.runs import SHORT, policy, words
+from tests import runs
+from tests.runs import SHORT, policy
 from tests.runs import run as train_run
 
 
@@ -195,9 +196,7 @@ def test_without_a_verifiable_reward_there_is_no_pass_at_k(monkeypatch):
 
 
 def command(tmp_path, capsys, *more):
-    settings = [*(word for word in words(tmp_path) if not word.startswith("trainer.")), *more]
-    argv = list({word.partition("=")[0]: word for word in settings}.values())  # later words win
-    code = run(main, argv, schema=EvaluateConfig, training=False)
+    code = run(main, runs.command(tmp_path, *more), schema=EvaluateConfig, training=False)
     return code, *capsys.readouterr()
 
 

@@ -12,16 +12,7 @@ from specrl.report import ReportOptions
 from specrl.results.evidence import ahead
 from specrl.results.records import load_run, read_records
 from specrl.results.report import NO_PLOT, write_report
-from specrl.results.savings import (
-    Saving,
-    breakdown,
-    control_pairs,
-    first_last,
-    matched,
-    rollouts,
-    savings,
-    step_s,
-)
+from specrl.results.savings import Saving, breakdown, control_pairs, first_last, matched, rollouts, savings, step_s
 from tests.runs import SHORT, recorded
 
 # Two steps an epoch. Steps 1, 3 and 4 are control steps. What is charged adds up to gen:

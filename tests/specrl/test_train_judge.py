@@ -8,7 +8,6 @@ from specrl.config import load as cli
 from specrl.evaluate import EvaluateConfig
 from specrl.evaluate import main as evaluate
 from specrl.lossy import judging
-from specrl.run.policy import TINY_PATH
 from specrl.train_judge import TrainJudgeConfig
 from specrl.train_judge import main as train_judge
 from tests import runs
@@ -23,15 +22,14 @@ def few_digits(prompt: str, completion: str, answer: str | None) -> float:
 
 
 def words(folder, draft, *more):
-    settings = runs.words(
+    return runs.command(
         folder,
+        *more,
         rollout__acceptance="off",
         rollout__drafter=draft,
         dataset__train_size=48,
         reward__functions=REWARD,
     )
-    found = [*[word for word in settings if not word.startswith("trainer.")], *more]
-    return list({word.partition("=")[0]: word for word in found}.values())
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +86,6 @@ def finished(tmp_path_factory):
     return folder / "run"
 
 
-def cached(folder, run, *more):
-    settings = {"rollout__drafter": "", "dataset__train_size": 24, "reward__functions": THIRDS, "model": run / "model"}
-    found = [word for word in runs.words(folder, **settings) if not word.startswith("trainer.")]
-    return [*found, f"cache={run}", f"out={folder / 'j'}", *more]
-
-
 def test_a_judge_is_mined_from_a_runs_stored_texts(finished, tmp_path, monkeypatch):
     problems = {"learned": set(), "tested": set()}
     mine = judging.mismatches
@@ -109,7 +101,9 @@ def test_a_judge_is_mined_from_a_runs_stored_texts(finished, tmp_path, monkeypat
 
     monkeypatch.setattr(judging, "mismatches", mined)
     monkeypatch.setattr(judging, "compare", compared)
-    assert cli.run(train_judge, cached(tmp_path, finished), TrainJudgeConfig, training=False) == 0
+    options = {"dataset__train_size": 24, "reward__functions": THIRDS, "model": finished / "model"}
+    argv = runs.command(tmp_path, f"cache={finished}", f"out={tmp_path / 'j'}", rollout__drafter="", **options)
+    assert cli.run(train_judge, argv, TrainJudgeConfig, training=False) == 0
     report = json.loads((tmp_path / "j" / "router.json").read_text())["report"]
     assert 0 < report["important"] < report["mismatches"]
     rules = {line["rule"]: line for line in report["rules"]}
@@ -119,18 +113,3 @@ def test_a_judge_is_mined_from_a_runs_stored_texts(finished, tmp_path, monkeypat
     assert all(rules["exact"]["accepted_ratio"] <= line["accepted_ratio"] for line in rules.values())
     assert problems["tested"]
     assert problems["learned"].isdisjoint(problems["tested"]), "neither weights nor threshold saw them"
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ([f"rollout.drafter={TINY_PATH}"], "Give either cache=RUN"),
-        (["seed=1"], "holds 96 texts and none of the 24 training problems"),
-    ],
-)
-def test_texts_that_cannot_be_mined_are_one_line(finished, tmp_path, capsys, more, says):
-    words = {word.partition("=")[0]: word for word in [*cached(tmp_path, finished), *more]}
-    assert cli.run(train_judge, list(words.values()), TrainJudgeConfig, training=False) == 2
-    err = capsys.readouterr().err
-    assert says in err
-    assert err.count("\n") == 1

@@ -5,25 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from specrl.rollout.types import Completion, RolloutBatch, Row
-from specrl.trainers.refill import Refill, uniform
+from specrl.trainers.refill import Refill
 from specrl.trainers.scored import Scored
 
 REWARDS = {"equal": (1.0, 1.0), "varied": (0.0, 1.0), "failed": (None, 1.0)}
-
-
-@pytest.mark.parametrize(
-    ("rewards", "expected"),
-    [
-        ([1.0, 1.0], True),
-        ([0.0, 1.0], False),
-        ([None, 1.0, 1.0], True),
-        ([None, 1.0, 0.5], False),
-        ([None, None], True),
-        ([None, 1.0], True),
-    ],
-)
-def test_a_group_is_uniform_when_no_reward_differs(rewards, expected):
-    assert uniform(rewards) is expected
 
 
 def scored(ids, rewards, penalties=None) -> Scored:

@@ -1,6 +1,5 @@
 """The part that all trainers share: samples, visits, storing, rejected batches, weights, metrics."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -87,17 +86,6 @@ def test_rows_get_sample_indices_across_processes():
     assert got.rewards == [1.0] * 6
 
 
-def test_visits_are_counted_by_prompt_and_kept():
-    first = made()
-    for asked in (("a", "a", "b"), ("a",), ("a", "b")):
-        first.collect([{"example_id": name} for name in asked])
-    assert [visit for _, visit, *_ in first.source.calls] == [[0, 0, 0], [1], [2, 1]]
-    again = made()
-    again.restore(json.loads(json.dumps(first.state())))
-    again.collect([{"example_id": "a"}, {"example_id": "b"}, {"example_id": "c"}])
-    assert again.source.calls[-1][1] == [3, 2, 0], "a resumed run goes on counting"
-
-
 def test_a_batch_is_stored_with_its_rewards_and_the_cache_reported():
     cache = TrajectoryCache(Fingerprint())
     storing = made(cache=cache, score=lambda rows, responses: ([None, 0.5], {}))
@@ -165,13 +153,6 @@ def test_malformed_engine_results_are_refused(completions, message):
     check_batch(RolloutBatch([GOOD, GOOD], [0, 1], [0, 0], [None] * 2, [False] * 2), 2, 3)
     with pytest.raises(RolloutError, match=message):
         check_batch(RolloutBatch(completions, list(range(n)), [0] * n, [None] * n, [False] * n), 2, 3)
-
-
-def test_an_engine_that_does_not_follow_the_policy_is_refused():
-    """A user's engine that accepts the new version but returns texts of the old weights."""
-    stale = made(response=replace(GOOD, version=6))
-    with pytest.raises(RolloutError, match="row 0 by weight version 6 at version 7"):
-        stale.collect([{"example_id": "e0"}])
 
 
 def test_an_engine_with_weights_of_its_own_gets_each_version_once(build_model):

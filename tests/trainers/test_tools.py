@@ -10,7 +10,6 @@ from transformers.utils import get_json_schema
 from specrl.trainers import tools
 from specrl.trainers.tools import ToolResults
 from tests.trainers.grpo import scripts
-from tests.trainers.grpo.scripts import assert_equal, make_conversations, train
 
 
 def declared(tool):
@@ -83,32 +82,3 @@ def test_async_tools_too():
     kept = ToolResults().wrap(wait)
     assert [asyncio.run(kept(number=n)) for n in (1, 1, 2)] == ["1", "1", "2"]
     assert calls == [1, 2]
-
-
-@pytest.mark.long
-def test_conversations_are_those_without_kept_results(monkeypatch, tmp_path):
-    """Three epochs; and a resume, which has kept none."""
-    calls = []
-
-    def tell(total: int) -> str:
-        """Tells the total so far.
-
-        Args:
-            total: how many there are.
-        """
-        calls.append(total)
-        return scripts.following(total)
-
-    monkeypatch.setattr(scripts, "tell", tell)
-    options = {"script": make_conversations, "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 4}
-    options["shuffle_dataset"] = False  # a resumed TRL repeats the order of its first epoch
-    plain = train(tmp_path / "plain", **options)
-    without = len(calls)
-    tell.deterministic = True
-    calls.clear()
-    kept = train(tmp_path / "kept", **options)
-    assert_equal(kept, plain)
-    assert len(calls) == len(set(calls)) < without
-    assert kept.logged("tools/kept_ratio")[-1] > 0.5
-    resumed = train(tmp_path / "kept", resume=str(tmp_path / "kept/checkpoint-4"), **options)
-    assert [b.tokens for b in resumed.batches] == [b.tokens for b in plain.batches[-2:]]

@@ -34,24 +34,19 @@ def draft(tmp_path_factory):
 
 def words(folder, draft, *more):
     """A small routed command; every mark of the random texts ends a step."""
-    options = runs.words(
+    return runs.command(
         folder,
+        *more,
         rollout__acceptance="off",
         rollout__drafter=draft,
         rollout__routed__separators=r"[' ', ',', '=', ':', '\n']",
         rollout__routed__max_step_tokens=20,
     )
-    found = [*[word for word in options if not word.startswith("trainer.")], *more]
-    return list({word.partition("=")[0]: word for word in found}.values())  # later words win
-
-
-def settings(folder, draft, *more):
-    return cli.load(words(folder, draft, *more), TrainRouterConfig, training=False)
 
 
 @pytest.fixture(scope="module")
 def pair(draft, tmp_path_factory):
-    return load_pair(settings(tmp_path_factory.mktemp("pair"), draft))
+    return load_pair(cli.load(words(tmp_path_factory.mktemp("pair"), draft), TrainRouterConfig, training=False))
 
 
 @pytest.fixture(scope="module")

@@ -8,20 +8,8 @@ import torch
 from rich.console import Console
 
 from specrl.results.records import read_records
-from specrl.run.monitor import Monitor, step_line
+from specrl.run.monitor import Monitor
 from specrl.trainers.config import TrainerConfig
-
-FULL = {
-    "step": 42,
-    "timing_s/step": 18.2,
-    "reward": 0.61,
-    "timing_s/gen": 7.9,
-    "spec/speedup": 2.9,
-    "spec/reused_ratio": 0.71,
-    "spec/draft_acceptance_rate": 0.83,
-    "kl": 0.004,
-    "perf/throughput": 5100,
-}
 
 
 def text_console(**options) -> Console:
@@ -30,14 +18,6 @@ def text_console(**options) -> Console:
 
 def steps_of(path) -> list[int]:
     return [record["step"] for record in read_records(path)[0]]
-
-
-def test_the_line_of_a_step_fits_eighty_columns_and_leaves_out_what_is_unknown():
-    line = step_line(FULL, 300, 4680)
-    assert line == "Step 42/300 | 18.2 s | reward 0.61 | gen 7.9 s (2.9x) | reused 71% | ETA 1h18"
-    assert len(step_line(FULL | {"step": 999, "timing_s/step": 118.2}, 1000, 4680)) <= 80
-    assert "| ahead 92% | reused 71%" in step_line(FULL | {"spec/ahead_ratio": 0.92}, 300)
-    assert step_line({"step": 1, "reward": math.nan, "timing_s/gen": 2.0, "kl": None}, 9) == "Step 1/9 | gen 2.0 s"
 
 
 def warned(tmp_path, shares, compares_groups=True, **more) -> list[int]:
@@ -124,18 +104,3 @@ def test_a_full_disk_is_said_once_and_never_stops_the_run(tmp_path):
     monitor.log({"step": 3})
     assert console.export_text().count("cannot be written") == 1
     assert steps_of(monitor.path) == [3]
-
-
-def test_a_pause_is_said_once_with_its_reason_and_so_is_its_end(tmp_path):
-    console = text_console()
-    paused = {"spec/paused_ratio": 0.8, "spec/paused_acceptance": 0.12, "spec/paused_needed": 0.55}
-    monitor = Monitor(tmp_path, 9, console)
-    for step, record in enumerate(({"spec/paused_ratio": 0.2}, paused, paused, {}, paused), 1):
-        monitor.log({"step": step, **record})
-    assert console.file.getvalue().count("pauses") == 1
-    assert "resumed" not in console.file.getvalue()
-    monitor.log({"step": 6, "spec/paused_ratio": 0.5})
-    monitor.log({"step": 7, "spec/paused_ratio": 0.1})
-    said = console.file.getvalue()
-    assert all(figure in said for figure in ("80%", "0.12", "0.55"))
-    assert said.count("resumed") == said.count("pauses") == 1

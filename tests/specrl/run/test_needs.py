@@ -55,11 +55,6 @@ def test_the_command_that_makes_it_is_named(start, words, said):
             "trl",
             "training needs TRL, accelerate and datasets. Install it with: pip install 'specrl[trl]'",
         ),
-        (
-            "config=grpo_math",
-            "math_verify",
-            "reward.functions=[math] needs math-verify. Install it with: pip install 'specrl[math]'",
-        ),
         ("config=ppo_math lora.rank=8", "peft", "lora.rank=8 needs peft. Install it with: pip install 'specrl[peft]'"),
     ],
 )

@@ -7,14 +7,7 @@ import torch
 from specrl.config.load import load
 from specrl.config.options import ConfigError
 from specrl.run.lora import check_targets
-from specrl.run.policy import (
-    device,
-    engine_spec,
-    fingerprint,
-    load_policy,
-    rollout_dtype,
-    trained_dtype,
-)
+from specrl.run.policy import device, engine_spec, fingerprint, load_policy, rollout_dtype, trained_dtype
 from tests.runs import build_policy, policy, words
 
 

@@ -10,8 +10,8 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
+from specrl.drafter import shortened
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import Head
@@ -28,16 +28,6 @@ ROWS, CAP = 12, 24
 SAMPLING = SamplingParams(frozenset([1, 7]))
 SETTINGS = {"objective": "forward_kl", "learning_rate": 1e-2, "share": 1.0}
 KINDS = ["model", "head"]
-
-
-def truncated(policy, layers=1):
-    """A copy of the policy's first layers with its norm and head."""
-    config = copy.deepcopy(policy.config)
-    config.num_hidden_layers = layers
-    with torch.random.fork_rng():
-        drafter = AutoModelForCausalLM.from_config(config)
-    drafter.load_state_dict({k: v for k, v in policy.state_dict().items() if k in drafter.state_dict()})
-    return drafter
 
 
 class Moving:
@@ -84,10 +74,8 @@ def turn(moving, trainer, version):
 
 
 def drafter_of(policy, kind="model"):
-    if kind == "model":
-        return truncated(policy)
     with torch.random.fork_rng():
-        return Head.of(policy)
+        return shortened(policy, 1) if kind == "model" else Head.of(policy)
 
 
 def trainer_of(moving, kind="model", **options):
@@ -290,7 +278,7 @@ def test_a_lora_policy_teaches_with_its_adapters(build_model, monkeypatch):
         for name, p in policy.named_parameters():
             if "lora_B" in name:
                 p.fill_(0.3)
-    trainer, seen = DrafterTrainer(truncated(plain), policy, DrafterConfig(**SETTINGS), SAMPLING), []
+    trainer, seen = DrafterTrainer(shortened(plain, 1), policy, DrafterConfig(**SETTINGS), SAMPLING), []
     monkeypatch.setitem(distil.OBJECTIVES, "forward_kl", lambda q, p: (seen.append(p), forward_kl(q, p))[1])
     row = ((3, 4, 5), (9, 8, 7, 6))
     trainer.observe([row])

@@ -127,6 +127,19 @@ def test_options_become_trl_arguments(options, expected):
     assert {name: getattr(args, name) for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("per_pass", "world", "remedy"),
+    [
+        (10, 2, "Use trainer.rows_per_pass=8"),
+        (32, 2, "Use trainer.rows_per_pass=16"),
+        (0, 3, "Use a number of processes that divides 32"),
+    ],
+)
+def test_rows_that_cannot_be_split_are_refused(per_pass, world, remedy):
+    with pytest.raises(RolloutError, match=f"32 rows .* {world} processes .*{remedy}"):
+        configure({"rows_per_pass": per_pass}, {"group_size": 8}, world=world)
+
+
 def test_the_order_depends_on_seed_and_epoch_only():
     def make(epochs, seed=0):
         shape = {"mini_repeat_count": 2, "batch_size": 3, "repeat_count": 2}
@@ -439,15 +452,3 @@ def test_rows_without_a_reward_have_no_gradient(tmp_path, kind):
     assert max(right for right, *_ in gradients.errors) < 1e-5
     planted = [error for _, *errors in gradients.errors[1:] for error in errors]
     assert min(planted) > 0.01, "where the policy has left the initial one"
-
-
-def test_truncated_responses_that_are_left_out_are_still_in_the_baseline(tmp_path):
-    outputs = []
-    for masked in (False, True):
-        options = {"name": f"{masked}", "trainer__max_steps": 1, "trainer__mask_truncated": masked}
-        record = run(tmp_path, tap(outputs), **options)
-    all_rows, part = outputs
-    ended = torch.tensor([finish == "stop" for finish in record.steps[0].finish])
-    assert 0 < ended.sum() < len(ended)
-    assert torch.equal(all_rows["advantages"], part["advantages"])
-    assert torch.equal(part["completion_mask"], all_rows["completion_mask"] * ended[:, None])

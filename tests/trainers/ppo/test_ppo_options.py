@@ -49,18 +49,12 @@ def heard(tmp_path_factory):
     return calls | {"run": record}
 
 
-def test_discount_lambda_and_penalty_reach_the_advantages(heard):
+def test_every_option_reaches_its_formula(heard):
     assert [args[3:] for args in heard["gae"]] == [(0.9, 0.5)] * 4
     assert [args[3] for args in heard["token_rewards"]] == [0.05] * 4
-
-
-def test_ranges_and_weights_reach_the_losses(heard):
     args = heard["run"].trainer.args
     assert (args.epsilon, args.epsilon_high, args.entropy_coef, args.loss_type) == (0.1, 0.3, 0.7, "dapo")
     assert [args[3] for args in heard["value_loss"]] == [0.15] * 16
-
-
-def test_rates_and_decay_reach_the_optimiser(heard):
     *policy, critic = heard["run"].trainer.optimizer.param_groups
     assert {group["initial_lr"] for group in policy} == {1e-3}
     assert (critic["initial_lr"], critic["weight_decay"], len(critic["params"])) == (3e-3, 0.03, 2)
