@@ -42,14 +42,6 @@ def digits(prompt: str, completion: str, answer: str | None) -> float:
     return sum(c.isdigit() for c in completion) / max(len(completion), 1)
 
 
-def certain_digits(prompt: str, completion: str, answer: str | None) -> float:
-    """As `digits`, declared deterministic."""
-    return digits(prompt, completion, answer)
-
-
-certain_digits.deterministic = True
-
-
 def sixth(prompt: str, completion: str, answer: str | None) -> float:
     """1 for one response in six, else 0, so that half of the groups of four are all alike."""
     return float(sum(map(ord, completion)) % 6 == 0)

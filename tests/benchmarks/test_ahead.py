@@ -1,4 +1,4 @@
-"""Runs in turns: what is saved, and runs that differ."""
+"""Runs in turns: a pair that differs or shows nothing is no result."""
 
 import json
 from types import SimpleNamespace

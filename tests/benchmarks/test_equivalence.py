@@ -1,4 +1,4 @@
-"""The equivalence suite: its statistics by hand, its toy against sampling, and a small suite whose controls fail."""
+"""The equivalence suite: its statistics, its toy against sampling, and a small suite whose controls fail."""
 
 import random
 from dataclasses import replace
@@ -66,9 +66,6 @@ def test_the_exact_expectation_is_that_of_the_products_samples():
     assert z.abs().max() < 4
     other = toy.expected_rewards(policy.logits + right, right)  # control: a policy that is a little better
     assert ((mean - other) / (other * (1 - other) / 250).sqrt()).abs().max() > 5
-
-
-# The gap --------------------------------------------------------------------------------------------------------------
 
 
 # A small suite --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Figures are measured by their commands and rendered between their marks; what is missing is named."""
+"""Figures are rendered between their marks as their files hold them; what is missing is named."""
 
 import json
 

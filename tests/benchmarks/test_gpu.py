@@ -76,7 +76,7 @@ def late(context):
 run.GRACE = 0.5
 report = Report(Path(sys.argv[1]), {})
 phases = [Phase("raising", raising, 30), Phase("hangs", hangs, 0.5), Phase("dies", dies, 9)]
-run.run(phases, lambda report: "context", report, 40)
+run.run(phases, lambda report: "context", report, 39.5)
 kept = report.content["phases"]
 run.run([Phase("late", late, 9)], lambda report: "context", report, 0)
 report.content["phases"] = kept | report.content["phases"]

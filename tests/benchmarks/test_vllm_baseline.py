@@ -116,6 +116,3 @@ def test_errors_of_the_process_reach_the_caller(started_with, started):
     with pytest.raises(RolloutError, match="KeyError: 'rows'"):
         engine.ask()
     assert engine.ask(rows=[], sampling_params={})["tokens"] == [], "it goes on"
-
-
-# In turn --------------------------------------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ from tests.runs import differences, recorded, run
 
 pytestmark = pytest.mark.slow
 RUNS = {
-    "ppo": {"config": "ppo_math", "trainer__minibatches": 2},
+    "ppo": {"config": "ppo_math", "trainer__minibatches": 2, "trainer__epochs": 2},
     "two updates in pieces, replay, control steps and evaluations": {
+        "trainer__epochs": 2,
         "trainer__updates_per_rollout": 2,
         "trainer__rows_per_pass": 4,
         "rollout__replay": 0.5,

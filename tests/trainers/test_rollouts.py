@@ -1,4 +1,4 @@
-"""The part that all trainers share: samples, visits, storing, rejected batches, weights, metrics."""
+"""The part that all trainers share: samples, storing, rejected batches, weights, metrics."""
 
 from dataclasses import replace
 from types import SimpleNamespace

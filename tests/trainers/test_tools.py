@@ -1,4 +1,4 @@
-"""Results of deterministic tools: the same conversations, and no call twice."""
+"""Results of deterministic tools are kept: no call is made twice."""
 
 from __future__ import annotations
 

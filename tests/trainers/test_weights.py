@@ -1,4 +1,4 @@
-"""Transfer of weights to an engine: names, merged adapters, gathered shards, and the probe that verifies them."""
+"""Transfer of weights to an engine: names, merged adapters, and the probe that verifies them."""
 
 import copy
 from types import SimpleNamespace

@@ -185,18 +185,21 @@ def test_a_router_of_another_pair_is_refused(trained, tmp_path, capsys):
     assert err.count("\n") == 1
 
 
+def routed(draft) -> dict:
+    """Options of a run of one epoch."""
+    options = {
+        "rollout__acceptance": "routed",
+        "rollout__sources": "[]",
+        "rollout__drafter": draft,
+        "rollout__routed__threshold": 4.0,
+        "rollout__routed__separators": "[' ', ',', '=', ':']",
+    }
+    return runs.SHORT | options | {"trainer__epochs": 1}
+
+
 @pytest.mark.parametrize("correction", ["none", "sequence_truncate"])
 def test_grpo_trains_on_text_that_the_draft_wrote(correction, draft, tmp_path):
-    record = runs.run(
-        tmp_path,
-        rollout__acceptance="routed",
-        rollout__sources="[]",
-        rollout__drafter=draft,
-        rollout__routed__threshold=4.0,
-        rollout__routed__separators="[' ', ',', '=', ':']",
-        trainer__correction=correction,
-        trainer__epochs=1,
-    )
+    record = runs.run(tmp_path, trainer__correction=correction, **routed(draft))
     first = record.steps[0].metrics
     assert 0 < record.steps[0].reuse < 1
     assert first["spec/behaviour_kl"] > 0
@@ -212,16 +215,8 @@ def test_workers_train_on_drafted_text_as_one_process(draft, tmp_path):
 
     The loss takes the engine's log-probs, which another batch rounds otherwise in the last bits.
     """
-    options = {
-        "rollout__acceptance": "routed",
-        "rollout__sources": "[]",
-        "rollout__drafter": draft,
-        "rollout__routed__threshold": 4.0,
-        "rollout__routed__separators": "[' ', ',', '=', ':']",
-    }
-    options = runs.SHORT | options | {"trainer__epochs": 1}
-    alone = runs.run(tmp_path / "alone", **options)
-    workers = runs.run(tmp_path / "workers", cluster__num_workers=2, cluster__object_store_mb=100, **options)
+    alone = runs.run(tmp_path / "alone", **routed(draft))
+    workers = runs.run(tmp_path / "workers", cluster__num_workers=2, cluster__object_store_mb=100, **routed(draft))
     assert {*runs.differences(workers, alone)} <= {"losses", "weights"}
     assert workers.losses == pytest.approx(alone.losses, abs=1e-4)
     assert 0 < alone.steps[-1].reuse < 1

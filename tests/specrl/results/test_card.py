@@ -30,6 +30,12 @@ def configured(**options) -> Config:
     return config
 
 
+def test_the_card_has_the_claims_of_the_report(report):
+    text = str(card(configured(), report))
+    for part in (*report.summary["measured"]["claims"], report.summary["rule"], "reuse gap: 0.020", "saved as float32"):
+        assert part in text
+
+
 def test_the_settings_in_the_card_repeat_the_run(tmp_path):
     config = configured(seed=3, output_dir="/elsewhere")
     config.trainer.prompts_per_step, config.dataset.train_size, config.dataset.test_size = 4, 64, 8

@@ -1,4 +1,4 @@
-"""`report.trackers`: every step of a run reaches the tracker, under GRPO and PPO alike; what is missing is named."""
+"""`report.trackers`: every step of a run reaches the tracker; what is missing is named."""
 
 import json
 import sys

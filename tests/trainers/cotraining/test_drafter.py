@@ -288,9 +288,6 @@ def test_a_lora_policy_teaches_with_its_adapters(build_model, monkeypatch):
     assert not torch.allclose(seen[0], full_logits(plain, *row), atol=1e-2)  # control
 
 
-# Resuming -------------------------------------------------------------------------------------------------------------
-
-
 # Several processes ----------------------------------------------------------------------------------------------------
 
 TEXTS = [[(range(3, 9), range(9 + n, 30 + n)) for n in range(4)], [(range(5, 9), range(20, 41))]]

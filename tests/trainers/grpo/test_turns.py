@@ -100,9 +100,6 @@ def test_a_resumed_script_goes_on_as_if_undisturbed_and_no_key_comes_twice(tmp_p
     assert all(torch.equal(tensor, weights[name]) for name, tensor in undisturbed.weights.items())
 
 
-# Planted faults ----------------------------------------------------------------------------------------------------
-
-
 # Which conversation a row continues --------------------------------------------------------------------------------
 
 
