@@ -187,14 +187,14 @@ def test_a_router_of_another_pair_is_refused(trained, tmp_path, capsys):
 
 def routed(draft) -> dict:
     """Options of a run of one epoch."""
-    options = {
+    return {
         "rollout__acceptance": "routed",
         "rollout__sources": "[]",
         "rollout__drafter": draft,
         "rollout__routed__threshold": 4.0,
         "rollout__routed__separators": "[' ', ',', '=', ':']",
+        "trainer__epochs": 1,
     }
-    return runs.SHORT | options | {"trainer__epochs": 1}
 
 
 @pytest.mark.parametrize("correction", ["none", "sequence_truncate"])
@@ -215,8 +215,9 @@ def test_workers_train_on_drafted_text_as_one_process(draft, tmp_path):
 
     The loss takes the engine's log-probs, which another batch rounds otherwise in the last bits.
     """
-    alone = runs.run(tmp_path / "alone", **routed(draft))
-    workers = runs.run(tmp_path / "workers", cluster__num_workers=2, cluster__object_store_mb=100, **routed(draft))
+    options = runs.SHORT | routed(draft)
+    alone = runs.run(tmp_path / "alone", **options)
+    workers = runs.run(tmp_path / "workers", cluster__num_workers=2, cluster__object_store_mb=100, **options)
     assert {*runs.differences(workers, alone)} <= {"losses", "weights"}
     assert workers.losses == pytest.approx(alone.losses, abs=1e-4)
     assert 0 < alone.steps[-1].reuse < 1
