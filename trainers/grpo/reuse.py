@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from specrl.rollout.build import build_engine
 from specrl.rollout.cache.log import open_log
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache, load
+from specrl.rollout.checks import check
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.control import Control
 from specrl.rollout.engines.base import EngineSpec
@@ -50,7 +51,6 @@ class Reuse:
     """
 
     def __init__(self, trainer: Any, config: RolloutConfig, results: ToolResults):
-        check_trainer(trainer)
         self.trainer = trainer
         self.results = results
         self.config = replace(
@@ -61,6 +61,8 @@ class Reuse:
             top_k=trainer.args.top_k,
             max_new_tokens=trainer.max_completion_length,
         )
+        check(self.config)
+        check_trainer(trainer)
         self._rollout: SpeculativeRollout | None = None
         self._visits = {"rollout": Visits(), "eval": Visits()}
         self._control: Control

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.types import RolloutError
-from specrl.trainers.grpo.limits import check_args, check_config, check_drafter, check_model, check_seam
+from specrl.trainers.grpo.limits import check_args, check_class, check_config
 from specrl.trainers.grpo.reuse import Reuse, SaveTrajectories
 from specrl.trainers.grpo.vllm import check_server, keyed_vllm
 from specrl.trainers.tools import ToolResults
@@ -47,7 +47,7 @@ def reusing(trainer_class: TrainerClass, config: RolloutConfig | None = None) ->
     """
     config = config or RolloutConfig()
     check_config(config)
-    check_seam(trainer_class)
+    check_class(trainer_class)
     options = {"specrl_config": config, "__doc__": trainer_class.__doc__, "__module__": trainer_class.__module__}
     return type(f"Reusing{trainer_class.__name__}", (_Reusing, trainer_class), options)  # type: ignore[return-value]
 
@@ -62,8 +62,7 @@ class _Reusing:
         bound = inspect.signature(super().__init__).bind(*args, **options)
         given = bound.arguments
         if (arguments := given.get("args")) is not None:
-            check_args(arguments, given)
-            check_drafter(self.specrl_config, arguments)
+            check_args(arguments, given, self.specrl_config.drafter)
             check_server(arguments)
         results = ToolResults()
         if tools := given.get("tools"):
@@ -71,7 +70,6 @@ class _Reusing:
         with keyed_vllm():
             super().__init__(*bound.args, **bound.kwargs)
         trainer: Any = self
-        check_model(trainer)
         self.specrl = Reuse(trainer, self.specrl_config, results)
         trainer.add_callback(SaveTrajectories(self.specrl))
 

@@ -35,15 +35,6 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-NEEDED = (
-    "_generate_and_score_completions",
-    "_get_train_sampler",
-    "_get_per_token_logps_and_entropies",
-    "_compute_loss",
-    "_save_checkpoint",
-)
-"""Methods of TRL's GRPOTrainer that the subclass overrides or calls."""
-
 
 class EpochRepeatSampler(RepeatSampler):
     """TRL's sampler, re-seeded per epoch, so that a resumed run keeps its order (TRL's repeats that of epoch 0)."""
@@ -75,7 +66,7 @@ class GRPOTrainerWithReuse(GRPOTrainer):
         setup: Setup,
         peft_config: PeftConfig | None = None,
     ):
-        check_trl(GRPOTrainer, NEEDED)
+        check_trl()
         self._options = setup.trainer
         self._logps: torch.Tensor | None = None
         super().__init__(

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from specrl.rollout.reduction import mean, shared
 from specrl.rollout.types import RolloutError
-from specrl.trainers.grpo.limits import check_trl
 from specrl.trainers.grpo.trainer import GRPOTrainerWithReuse, loss_mask
 from specrl.trainers.ppo import objectives
 from specrl.trainers.ppo.critic import Critic, recorded
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
 STATE = "ppo.safetensors"
 """The file of a checkpoint with the critic's weights and the KL weight."""
-NEEDED = ("create_optimizer", "_clip_grad_norm", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
-"""Methods of transformers' Trainer that the subclass overrides."""
 
 
 class PPOTrainer(GRPOTrainerWithReuse):
@@ -46,7 +43,6 @@ class PPOTrainer(GRPOTrainerWithReuse):
         peft_config: PeftConfig | None = None,
     ):
         options = setup.trainer
-        check_trl(GRPOTrainerWithReuse, NEEDED)
         critic = Critic(model, options.critic.model == "separate") if options.advantage == "gae" else None
         super().__init__(model, args, tokenizer, setup, peft_config)
         if critic is not None:

@@ -14,7 +14,7 @@ import transformers
 from accelerate import Accelerator, DistributedType
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
-from transformers import AutoModelForCausalLM, ProcessorMixin
+from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from specrl import reusing
@@ -251,19 +251,22 @@ def test_control_forgotten_visits_repeat_noise(accumulated, tmp_path):
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("use_transformers_continuous_batching", True, "Use use_transformers_continuous_batching=False"),
-        ("generation_kwargs", "{'top_p': 1}", "generation_kwargs=.*Use a dict"),
-        ("cache_implementation", "static", "cache_implementation='static'.*Use cache_implementation=None"),
         (
             "generation_kwargs",
             {"no_repeat_ngram_size": 2},
-            r"generation_kwargs\.no_repeat_ngram_size=2.*Leave no_repeat",
+            r"generation_kwargs\.no_repeat_ngram_size=2.*Leave it out",
         ),
         ("generation_kwargs", {"temperature": 0.5}, r"generation_kwargs\.temperature=0\.5.*Use temperature=0\.5 there"),
-        ("max_completion_length", None, "max_completion_length=None.*Use max_completion_length=256"),
-        ("min_p", 0.5, "min_p=0.5.*temperature, top_k and top_p alone. Use min_p=None"),
+        (
+            "generation_kwargs",
+            {"eos_token_id": 4},
+            r"generation_kwargs\.eos_token_id=4.*model\.generation_config\.eos_token_id=4",
+        ),
+        ("min_p", 0.5, "min_p=0.5.*temperature, top_k and top_p alone. Leave it out"),
+        ("repetition_penalty", 5.0, "repetition_penalty=5.0.*set it to 1.0"),
         ("temperature", 0.0, "temperature=0.0.*Use temperature=1.0"),
-        ("top_k", None, "top_k=None.*Use top_k=0"),
+        ("top_k", None, "top_k=None: expected a whole number"),
+        ("top_k", -1, "top_k=-1 must be at least 0"),
     ],
 )
 def test_options_of_trl_that_it_cannot_obey_are_refused(option, value, words, idle, monkeypatch):
@@ -288,12 +291,16 @@ SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "
 }
 
 
-def test_a_model_that_it_cannot_sample_from_is_refused_by_its_name_before_it_is_loaded(tmp_path):
-    config = transformers.Gemma2Config(**SIZES)
-    config.save_pretrained(tmp_path)  # there are no weights
-    for model in (AutoModelForCausalLM.from_config(config), str(tmp_path)):
-        with pytest.raises(RolloutError, match=r"reusing\(\) cannot sample from this model: .*Train it with TRL alone"):
-            of_model(model, tmp_path)
+def test_models_that_it_cannot_sample_from_are_refused_in_the_constructor(tmp_path):
+    foreign = AutoModelForCausalLM.from_config(transformers.Gemma2Config(**SIZES))
+    with pytest.raises(RolloutError, match=r"reusing\(\) cannot sample from this model: .*Train it with TRL alone"):
+        of_model(foreign, tmp_path)
+
+
+def test_prompt_tuning_is_refused(tmp_path):
+    tuned = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(RolloutError, match=r"adapters that learn a prompt.*use LoRA instead"):
+        of_model(load_tiny()[0], tmp_path, peft_config=tuned)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -321,29 +328,19 @@ def test_several_turns_on_a_server_need_one_process(idle, monkeypatch):
         check_args(idle.trainer.args, {"tools": [tell]})
 
 
-class Processor(ProcessorMixin):
-    """Replaces the processor of a model with images."""
-
-    def __init__(self):
-        pass
-
-
 VLLM = {"use_vllm": True}
 DRAFTER = RolloutConfig(drafter="head-of-mine")
-TUNED = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
 
 
 @pytest.mark.parametrize(
     ("args", "given", "config", "words"),
     [
         (VLLM | {"generation_kwargs": {"n": 2}}, {}, None, r"generation_kwargs\.n=2.*Leave"),
-        (VLLM | {"vllm_structured_outputs_regex": "a+"}, {}, None, "Use vllm_structured_outputs_regex=None"),
+        (VLLM | {"vllm_structured_outputs_regex": "a+"}, {}, None, "vllm_structured_outputs_regex='a.'.*Leave"),
         (VLLM | {"vllm_mode": "colocate", "vllm_tensor_parallel_size": 2}, {}, None, "vllm_tensor_parallel_size=1"),
         (VLLM | {"vllm_mode": "colocate"}, {}, DRAFTER, r"drafter='head-of-mine'.*use_vllm=False"),
         (VLLM | {"vllm_mode": "server"}, {}, DRAFTER, r"drafter='head-of-mine'.*use_vllm=False"),
         ({}, {"rollout_func": lambda prompts, trainer: {}}, None, "rollout_func"),
-        ({}, {"processing_class": Processor()}, None, "processing_class=Processor"),
-        ({}, {"peft_config": TUNED}, None, r"peft_config=PromptTuningConfig.*learns a prompt.*Use LoRA"),
     ],
 )
 def test_what_it_cannot_serve_is_refused_before_a_model_is_loaded(args, given, config, words, tmp_path):
@@ -363,7 +360,7 @@ def test_what_it_cannot_serve_is_refused_before_a_model_is_loaded(args, given, c
 def test_a_generation_config_by_which_trl_would_sample_otherwise_is_refused(name, value, neutral, idle, monkeypatch):
     monkeypatch.setattr(idle.trainer.generation_config, name, None, raising=False)
     monkeypatch.setattr(idle.trainer.model.generation_config, name, value, raising=False)
-    refused(idle, rf"model\.generation_config\.{name}={re.escape(repr(value))}.*Set it to {neutral!r}$")
+    refused(idle, rf"model\.generation_config\.{name}={re.escape(repr(value))}.*set it to {neutral!r}$")
     setattr(idle.trainer.model.generation_config, name, neutral)
     taken(idle)
 
@@ -392,7 +389,7 @@ def taken(run: Run) -> None:
 def test_control_values_that_ask_for_nothing_are_taken(idle, monkeypatch):
     args = idle.trainer.args
     nothing = {"num_beams": 1, "use_cache": False, "temperature": args.temperature, "suppress_tokens": None}
-    for name, value in {"min_p": 0.0, "generation_kwargs": nothing, "repetition_penalty": 1.0}.items():
+    for name, value in {"generation_kwargs": nothing, "repetition_penalty": 1.0}.items():
         monkeypatch.setattr(args, name, value)
     replaced = {"repetition_penalty": 1.1, "top_k": 20, "top_p": 0.8, "temperature": 0.7}  # by TRL's options
     for name, value in {"output_attentions": False, **replaced}.items():
@@ -438,11 +435,6 @@ class Overriding(GRPOTrainer):
         raise AssertionError
 
 
-class OtherTRL(GRPOTrainer):
-    def _generate_single_turn(self, prompts, images):
-        raise AssertionError
-
-
 class WithoutSeam(GRPOTrainer):
     def _generate(self, prompts):
         return [], [], [], [], None, {}, None, []
@@ -453,9 +445,10 @@ def test_a_method_of_the_users_own_is_not_ignored():
         reusing(Overriding)
 
 
-def test_another_trl_is_refused_with_the_version_that_works():
-    with pytest.raises(RolloutError, match=r"prompts, images.*trl==1\.16\.0"):
-        reusing(OtherTRL)
+def test_another_trl_is_refused_with_the_version_that_works(monkeypatch):
+    monkeypatch.setattr("specrl.trainers.grpo.limits.version", lambda name: "1.17.0")
+    with pytest.raises(RolloutError, match=r"this is trl 1\.17\.0. Install trl==1\.16\.0$"):
+        reusing(GRPOTrainer)
 
 
 def test_a_trl_that_generates_elsewhere_is_refused_at_its_first_batch(tmp_path):
