@@ -26,7 +26,7 @@ from specrl.run.machine import machine
 from specrl.run.tasks import arithmetic
 from specrl.run.tools import calculate
 from specrl.tiny import TOOLS_PATH, load_tiny_tools
-from specrl.trainers.scored import Generated
+from specrl.trainers.scored import Scored
 
 
 @dataclass
@@ -42,7 +42,7 @@ class TurnsConfig:
 class Run:
     """What one training run generated, and what it took."""
 
-    batches: list[list[Generated]] = field(default_factory=list)
+    batches: list[list[Scored]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     seconds: float = 0.0
     tool_s: float = 0.0
@@ -142,7 +142,7 @@ def train(config: TurnsConfig, acceptance: str, *, tool_ms: int = 0, determinist
 
 def by_turn(config: TurnsConfig, off: Run, exact: Run) -> list[dict[str, Any]]:
     """Passes and seconds by turn and visit, without drafts and with them."""
-    pairs: dict[tuple[int, int], list[tuple[Generated, Generated]]] = defaultdict(list)
+    pairs: dict[tuple[int, int], list[tuple[Scored, Scored]]] = defaultdict(list)
     for number, (plain, drafted) in enumerate(zip(off.batches, exact.batches, strict=True)):
         for i, pair in enumerate(zip(plain, drafted, strict=True)):
             pairs[i, number // config.prompts].append(pair)

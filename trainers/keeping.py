@@ -12,7 +12,7 @@ from specrl.rollout.planned import Domain
 from specrl.rollout.receipts import Receipts, receipts_of
 from specrl.rollout.reduction import Metric
 from specrl.rollout.speculative import SpeculativeRollout
-from specrl.trainers.scored import Generated
+from specrl.trainers.scored import Scored
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Keeping:
     receipts: Receipts | None = None
 
     def keep(
-        self, sampled: Generated, source: SpeculativeRollout, step: int, number: int, domain: Domain = "rollout"
+        self, sampled: Scored, source: SpeculativeRollout, step: int, number: int, domain: Domain = "rollout"
     ) -> None:
         """Adds the responses of all processes, and charges the time to the batch. Collective.
 
@@ -54,7 +54,7 @@ class Keeping:
         return metrics
 
 
-def diversity(sampled: Generated, cache: TrajectoryCache | None) -> dict[str, Metric]:
+def diversity(sampled: Scored, cache: TrajectoryCache | None) -> dict[str, Metric]:
     """How the responses differ from each other and from the stored ones, before they are stored themselves."""
     from specrl.rollout.diversity import diversity_metrics
 

@@ -206,20 +206,20 @@ class Rollouts:
 
     def finish(self) -> dict[str, Metric]:
         """Stores the rollout's trajectories, runs the control rows that are due, and returns the rollout's metrics."""
-        sampled = self.sampled_batch
-        rows, batch, rewards = sampled.generated
-        spread = diversity(sampled.generated, self.source.cache) if self._control.due else {}
-        self._setup.keeping.keep(sampled.generated, self.source, self.version, number=self.version)
+        sampled = self.sampled_batch.generated
+        batch = sampled.batch
+        spread = diversity(sampled, self.source.cache) if self._control.due else {}
+        self._setup.keeping.keep(sampled, self.source, self.version, number=self.version)
         # a process that does not use a source still counts towards that source's share of all tokens
         for name in gather_object(list(batch.stats.sources)):
             batch.stats.sources.setdefault(name, (0, 0))
-        metrics = self._metrics | self._control(rows, batch, rewards, step=self.version)
+        metrics = self._metrics | self._control(sampled.rows, batch, sampled.rewards, step=self.version)
         metrics |= spread | self._setup.keeping.stats(self.source)
         self._metrics = {}
         if self._control.measured:  # control rows use the engine's forward pass too, so they cannot detect a wrong one
             weights.check(self.engine, self.policy, self.version, self._probe)
         if self.drafter_trainer:
-            responses = zip(sampled.rows, sampled.batch.completions, strict=True)
+            responses = zip(sampled.rows, batch.completions, strict=True)
             self.drafter_trainer.observe([(row.prompt, c.tokens) for row, c in responses])
         return metrics
 

@@ -4,37 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from specrl.rollout.types import RolloutBatch, RolloutError, Row
 
 
-class Generated(NamedTuple):
-    """What the engine generated, with the costs: one turn of a batch, or all of them, turn by turn."""
-
-    rows: list[Row]
-    batch: RolloutBatch
-    rewards: list[float | None]
-    """None for turns, as only their conversation has one."""
-
-    @property
-    def tokens(self) -> int:
-        """Of its responses."""
-        return sum(len(c.tokens) for c in self.batch.completions)
-
-    @classmethod
-    def turn(cls, rows: list[Row], batch: RolloutBatch) -> Generated:
-        """A turn of some conversations."""
-        return cls(rows, batch, [None] * len(rows))
-
-    def later(self, other: Generated) -> Generated:
-        """With what was generated afterwards."""
-        return Generated(self.rows + other.rows, self.batch + other.batch, self.rewards + other.rewards)
-
-
 @dataclass
 class Scored:
-    """Rows that were rolled out and scored: their dataset rows, prompts, responses and rewards."""
+    """Rows that were rolled out: their dataset rows, prompts, responses and rewards.
+
+    Turns of conversations are such rows too, without a dataset row and, as only their conversation has one, a reward.
+    """
 
     inputs: list[dict]
     rows: list[Row]
@@ -43,13 +22,23 @@ class Scored:
     """Total rewards, including the overlong penalty; None where the reward or the response failed."""
     unpenalised_rewards: list[float | None]
     """Total rewards without the penalty."""
-    turns: Generated | None = None
+    turns: Scored | None = None
     """The turns of conversations, each of which is a row here; None where every row has one turn."""
 
+    @classmethod
+    def turn(cls, rows: list[Row], batch: RolloutBatch) -> Scored:
+        """A turn of some conversations."""
+        return cls([], rows, batch, [None] * len(rows), [])
+
     @property
-    def generated(self) -> Generated:
-        """What the engine generated for these rows."""
-        return self.turns or Generated(self.rows, self.batch, self.rewards)
+    def generated(self) -> Scored:
+        """What the engine generated for these rows, all turns of conversations."""
+        return self.turns or self
+
+    @property
+    def tokens(self) -> int:
+        """Of its responses."""
+        return sum(len(c.tokens) for c in self.batch.completions)
 
     def __add__(self, later: Scored) -> Scored:
         return Scored(
@@ -58,7 +47,7 @@ class Scored:
             batch=self.batch + later.batch,
             rewards=self.rewards + later.rewards,
             unpenalised_rewards=self.unpenalised_rewards + later.unpenalised_rewards,
-            turns=self.turns.later(later.turns) if self.turns and later.turns else None,
+            turns=self.turns + later.turns if self.turns and later.turns else None,
         )
 
     def select(self, indices: Sequence[int]) -> Scored:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
 
 from specrl.rollout.reduction import Metric
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, Row
 from specrl.trainers.conversations import Conversation, Tools, converse
-from specrl.trainers.scored import Generated, check_batch
+from specrl.trainers.scored import Scored, check_batch
 from specrl.trainers.turns import by_turn
 
 
@@ -34,12 +33,12 @@ class ToolRollouts:
         visits: Sequence[int],
         step: int,
         announce: Callable[[], None],
-    ) -> tuple[list[Conversation], Generated, dict[str, Metric]]:
+    ) -> tuple[list[Conversation], Scored, dict[str, Metric]]:
         """A conversation that begins with each row, what was generated for all of them, and the metrics.
 
         Args: announce: announces the first turns of the next batch, in each turn of this one.
         """
-        turns: list[Generated] = []
+        turns: list[Scored] = []
 
         def respond(going: list[Conversation], rows: list[Row]) -> list[Completion]:
             announce()
@@ -50,10 +49,10 @@ class ToolRollouts:
                 sample_indices=[conversation.sample_index for conversation in going],
             )
             check_batch(batch, len(rows), step)
-            turns.append(Generated.turn(rows, batch))
+            turns.append(Scored.turn(rows, batch))
             return batch.completions
 
         columns = zip(rows, sample_indices, visits, strict=True)
         begun = [Conversation(row.example_id, i, visit, len(row.prompt), [*row.prompt]) for row, i, visit in columns]
         converse(begun, respond, self._tools, max_turns=self._max_turns, max_tokens=self._source.config.max_new_tokens)
-        return begun, reduce(Generated.later, turns), by_turn(turns) | self._tools.take_metrics(len(begun))
+        return begun, sum(turns[1:], turns[0]), by_turn(turns) | self._tools.take_metrics(len(begun))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from specrl.rollout.reduction import Metric, mean, seconds
-from specrl.trainers.scored import Generated
+from specrl.trainers.scored import Scored
 
 LOGGED = (
     *("spec/hit_rate", "spec/full_reuse_ratio", "spec/draft_acceptance_rate", "spec/passes_per_row", "timing_s/gen"),
@@ -15,7 +15,7 @@ LOGGED = (
 """Metrics of all turns of a batch that are added to TRL's log (docs/metrics.md)."""
 
 
-def logged(metrics: Mapping[str, Metric], turns: Sequence[Generated]) -> dict[str, Metric]:
+def logged(metrics: Mapping[str, Metric], turns: Sequence[Scored]) -> dict[str, Metric]:
     """Those of a batch's metrics that TRL logs, and for conversations of several turns also those of each turn."""
     kept = {name: value for name, value in metrics.items() if name in LOGGED}
     if not any(c.passes for turn in turns for c in turn.batch.completions):  # vLLM counts passes of all rows together
@@ -25,7 +25,7 @@ def logged(metrics: Mapping[str, Metric], turns: Sequence[Generated]) -> dict[st
     return kept | (by_turn(turns) if len(turns) > 1 else {})
 
 
-def by_turn(turns: Sequence[Generated]) -> dict[str, Metric]:
+def by_turn(turns: Sequence[Scored]) -> dict[str, Metric]:
     """How much of each turn was reused, and its seconds."""
     metrics: dict[str, Metric] = {}
     for i, turn in enumerate(turns):

@@ -11,7 +11,7 @@ from specrl.rollout.keys import derive_key, turn_id
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, EngineStats, Row
 from specrl.trainers.conversations import Answer, Conversation, converse
-from specrl.trainers.scored import Generated, Scored
+from specrl.trainers.scored import Scored
 
 CALL, PLAIN, ANSWER = 7, 8, 5
 """A response that ends with CALL calls a tool, whose answer is ANSWER and the last token before the call."""
@@ -128,8 +128,8 @@ def test_parts_of_a_step_keep_their_turns():
     rows = [Row("a", (1,)), Row("a/1", (1, 2))]
     engine = Scripted()
     rollout = SpeculativeRollout(engine, None, RolloutConfig(), seed=0)
-    turns = [Generated.turn([row], rollout.generate([row], visit=0, step=0)) for row in rows]
-    generated = turns[0].later(turns[1])
+    turns = [Scored.turn([row], rollout.generate([row], visit=0, step=0)) for row in rows]
+    generated = turns[0] + turns[1]
     assert (generated.rows, generated.batch.calls) == (rows, [1, 1])
     step = Scored([{}], rows[:1], turns[0].batch, [1.0], [1.0], generated)
     both = step + step

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from specrl.trainers.conversations import Conversation, begin, match
 from specrl.trainers.grpo.limits import INSTALL, check_trainer
 from specrl.trainers.grpo.vllm import TRLEngine
 from specrl.trainers.keeping import Keeping
-from specrl.trainers.scored import Generated
+from specrl.trainers.scored import Scored
 from specrl.trainers.tools import ToolResults
 from specrl.trainers.turns import logged
 from specrl.trainers.weights import check_shared
@@ -72,7 +71,7 @@ class Reuse:
         self._resumed = False
         self._conversations: list[Conversation] = []
         self._domain: Domain = "rollout"
-        self.turns: list[Generated] = []
+        self.turns: list[Scored] = []
         """Of the latest batch of this process, with what was reused and what it cost."""
 
     @property
@@ -121,7 +120,7 @@ class Reuse:
                 sample_indices=[conversations[i].sample_index for i in active],
                 domain=domain,
             )
-        self.turns.append(Generated.turn([rows[i] for i in active], batch))
+        self.turns.append(Scored.turn([rows[i] for i in active], batch))
         completions = [_empty(step) for _ in rows]
         for i, completion in zip(active, batch.completions, strict=True):
             completions[i] = completion
@@ -134,7 +133,7 @@ class Reuse:
         if not self.turns:
             raise RolloutError(f"TRL generated a batch without the method that reusing() overrides. {INSTALL}")
         trainer, rollout = self.trainer, self.rollout
-        sampled = reduce(Generated.later, self.turns)
+        sampled = sum(self.turns[1:], self.turns[0])
         step = rollout.engine.weight_version
         self._keeping.keep(sampled, rollout, step, number=self._control.rollouts, domain=self._domain)
         if self._domain == "eval":
@@ -143,7 +142,7 @@ class Reuse:
             if self._control.due and isinstance(rollout.engine, TRLEngine):
                 rollout.engine.reset_cache()
             with self._autocast():
-                metrics = self._control(*sampled, step=step)
+                metrics = self._control(sampled.rows, sampled.batch, sampled.rewards, step=step)
         metrics = logged(metrics | self._keeping.stats(rollout), self.turns) | self.results.take_metrics()
         state = {"visits": {"rollout": self._visits["rollout"].state()}, "batches": self._control.rollouts}
         trainer.state.stateful_callbacks[STATE] = state  # saved in every checkpoint

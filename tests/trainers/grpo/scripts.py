@@ -22,7 +22,7 @@ from specrl import reusing
 from specrl.rollout.config import RolloutConfig
 from specrl.run.tasks import arithmetic
 from specrl.tiny import load_tiny
-from specrl.trainers.scored import Generated
+from specrl.trainers.scored import Scored
 
 A, B = "Tom has 3 apples and buys 4 more. How many has he?", "Ann had 9 pens and lost 2. How many are left?"
 TEMPLATE = (
@@ -54,7 +54,7 @@ class Batch:
 
     step: int
     training: bool
-    turns: list[Generated]
+    turns: list[Scored]
 
     @property
     def tokens(self) -> list[list[int]]:
