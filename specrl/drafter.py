@@ -172,30 +172,19 @@ def sample(
 
 def distil(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Text], options: DrafterOptions) -> None:
     """Trains the student in place on the responses; with select=adaspec, first a copy of it as the reference."""
-    near = sorted(texts, key=len)  # similar lengths in a batch need less padding
-    cuts = [near[at : at + options.batch] for at in range(0, len(near), options.batch)]
-    reference = None
-    if options.select == "adaspec":
-        reference = copy.deepcopy(student)
-        print("the reference first, on all tokens", flush=True)
-        _fit(policy, reference, cuts, options)
-    _fit(policy, student, cuts, options, reference)
-
-
-def _fit(
-    policy: PreTrainedModel,
-    student: PreTrainedModel,
-    cuts: Sequence[Sequence[Text]],
-    options: DrafterOptions,
-    reference: PreTrainedModel | None = None,
-) -> None:
-    """Trains the student with AdamW and a one-cycle learning rate. Args: cuts: batches of texts."""
     import torch
     from torch.optim.lr_scheduler import OneCycleLR
 
     from specrl.trainers.cotraining import distil as recipe
     from specrl.trainers.cotraining.texts import read
 
+    reference = None
+    if options.select == "adaspec":
+        reference = copy.deepcopy(student)
+        print("the reference first, on all tokens", flush=True)
+        distil(policy, reference, texts, replace(options, select="all"))
+    near = sorted(texts, key=len)  # similar lengths in a batch need less padding
+    cuts = [near[at : at + options.batch] for at in range(0, len(near), options.batch)]
     steps, rate = options.schedule
     batches: dict[int, recipe.Batch] = {}  # keeps the policy's hidden states, which are far smaller than its logits
     optimizer = torch.optim.AdamW(student.parameters(), rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -246,7 +235,7 @@ def agreement(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence
     """
     import torch
 
-    from specrl.rollout.noise import keyed_sample
+    from specrl.rollout.engines.base import SamplingParams
     from specrl.trainers.cotraining import distil as recipe
     from specrl.trainers.cotraining.texts import read
 
@@ -258,11 +247,10 @@ def agreement(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence
             if not len(batch.targets):  # a head makes no prediction for a response of one token
                 continue
             logits = next(recipe.student_logits(student, batch, torch.Generator())).float()
-        positions = batch.targets[:, 1]
-        tokens = torch.tensor(text.response, device=logits.device)[positions]
-        noise = torch.full_like(positions, key)
-        agreed += int((keyed_sample(logits, noise, positions)[0] == tokens).sum())
-        total += len(tokens)
+        samples = recipe.keyed_samples(logits, batch, [key], SamplingParams(frozenset())).tolist()
+        first = len(text.response) - len(samples)
+        agreed += sum(a == b for a, b in zip(samples, text.response[first:], strict=True))
+        total += len(samples)
     return agreed / total
 
 
