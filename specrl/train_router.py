@@ -30,7 +30,6 @@ class TrainRouterConfig(Config):
 
 
 def main(config: TrainRouterConfig) -> int:
-    from specrl.lossy.fit import split
     from specrl.lossy.pair import load_pair
     from specrl.lossy.routing import StepValues, collect, train
     from specrl.reward.loading import load_rewards
@@ -47,8 +46,8 @@ def main(config: TrainRouterConfig) -> int:
     pair = load_pair(config)
     with closing(load_rewards(config.reward)) as rewards:
         values = StepValues(pair, rewards, config.continuations, config.seed)
-        learning, held_out = split(collect(pair, values, examples), 0.2, config.seed)
-    card = train(learning, held_out, config)
+        records = collect(pair, values, examples)
+    card = train(records, config)
     separators = config.rollout.routed.step_separators
     write_card(config.out, {"kind": "arbitrage", **pair.fingerprints(), "separators": separators, **card})
     print(json.dumps(card["report"], indent=2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -122,44 +121,18 @@ def threshold_for_recall(scores: Sequence[float], labels: Sequence[bool], recall
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A prefix with the next steps of both models, and their values."""
+    """A draft step, and what the policy's step in its place gains."""
 
-    problem: str
-    """Id of the example."""
+    problem: int
+    """Number of the example; a fifth of the problems is held out."""
     features: tuple[float, ...]
     """The router's input."""
-    before: tuple[int, ...]
-    """Prompt and earlier steps."""
-    draft_step: tuple[int, ...]
-    policy_step: tuple[int, ...]
-    draft_value: float
-    policy_value: float
-    draft_logprobs: tuple[float, ...] = ()
-    """Of the draft's step, under the draft model."""
-    policy_logprobs: tuple[float, ...] = ()
-    """Of the draft's step, under the policy."""
-
-    @property
-    def advantage(self) -> float:
-        """What escalating gains, -1 to 1."""
-        return self.policy_value - self.draft_value
-
-
-def split(records: Sequence[Record], share: float, seed: int) -> tuple[list[Record], list[Record]]:
-    """(training, validation) with about `share` of the problems in the second; no problem is in both."""
-    problems = sorted({r.problem for r in records})
-    random.Random(seed).shuffle(problems)
-    held_out = set(problems[: max(1, round(share * len(problems)))])
-    return [r for r in records if r.problem not in held_out], [r for r in records if r.problem in held_out]
-
-
-def accuracy_by_class(scores: Sequence[float], advantages: Sequence[float], threshold: float) -> tuple[float, float]:
-    """The share of steps with a gain that a threshold escalates, and the share of the others that it keeps."""
-    escalated = [score > threshold for score, advantage in zip(scores, advantages, strict=True) if advantage > 0]
-    kept = [score <= threshold for score, advantage in zip(scores, advantages, strict=True) if advantage <= 0]
-    escalated_share = sum(escalated) / len(escalated) if escalated else math.nan
-    kept_share = sum(kept) / len(kept) if kept else math.nan
-    return escalated_share, kept_share
+    advantage: float
+    """What escalating gains, -1 to 1."""
+    draft_logprobs: tuple[float, ...]
+    """Of the step, under the draft model."""
+    policy_logprobs: tuple[float, ...]
+    """Of the step, under the policy."""
 
 
 def usual_gaps(scores: Sequence[float], records: Sequence[Record], thresholds: int) -> list[float]:

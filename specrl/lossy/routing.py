@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
-from specrl.lossy.fit import Record, accuracy_by_class, logistic, usual_gaps
+from specrl.lossy.fit import Record, logistic, roc_auc, usual_gaps
 from specrl.lossy.pair import Pair
 from specrl.reward.base import Sample
 from specrl.reward.set import RewardSet
@@ -125,23 +125,11 @@ def collect(pair: Pair, values: StepValues, examples: Sequence[Example]) -> list
 
     def recorded(candidates: Sequence[Candidate]) -> Sequence[float]:
         advantages = scores(candidates)
-        for c in candidates:
-            before = (*c.prompt, *c.response)
-            draft_step, policy_step = (tuple(step.tokens) for step in _both_steps(c))
-            draft_value = values.known[before + draft_step]
-            policy_value = values.known[before + policy_step]
-            if isfinite(draft_value) and isfinite(policy_value):
-                records[before + draft_step] = Record(
-                    problem=examples[c.row].id,
-                    features=features(c),
-                    before=before,
-                    draft_step=draft_step,
-                    policy_step=policy_step,
-                    draft_value=draft_value,
-                    policy_value=policy_value,
-                    draft_logprobs=tuple(c.step.logprobs),
-                    policy_logprobs=tuple(c.step.policy_logprobs),
-                )
+        for c, gain in zip(candidates, advantages, strict=True):
+            if isfinite(gain):
+                text = (*c.prompt, *c.response, *c.step.tokens)
+                logprobs = tuple(c.step.logprobs), tuple(c.step.policy_logprobs)
+                records[text] = Record(c.row, features(c), gain, *logprobs)
         return advantages
 
     oracle = by_advantage(recorded)
@@ -155,28 +143,26 @@ def collect(pair: Pair, values: StepValues, examples: Sequence[Example]) -> list
     return list(records.values())
 
 
-def train(learning: Sequence[Record], held_out: Sequence[Record], config: Config) -> dict[str, Any]:
-    """The router's weights and usual gaps, and the report on the steps in `held_out`, as its card has them.
+def train(records: Sequence[Record], config: Config) -> dict[str, Any]:
+    """The router's weights and usual gaps, and the report on the steps of the held-out problems, as its card has them.
 
     Raises:
         ConfigError: too few steps of one class.
     """
+    learning, held_out = ([r for r in records if (r.problem % 5 == 0) == part] for part in (False, True))
     has_gain = [r.advantage > 0 for r in learning]
     if len(set(has_gain)) < 2 or not held_out:
         raise ConfigError(
-            f"dataset.train_size={config.dataset.train_size} gave {len(learning) + len(held_out)} steps, too few of "
-            "one class to learn from. Take more prompts, or a pair of models that differ more."
+            f"dataset.train_size={config.dataset.train_size} gave {len(records)} steps, too few of one class to learn "
+            "from. Take more prompts, or a pair of models that differ more."
         )
     inputs = torch.tensor([r.features for r in learning], dtype=torch.float64)
     weights, bias = logistic(inputs, torch.tensor(has_gain), ridge=1e-3)
     router = [*weights.tolist(), bias.item()]
-    advantages = [r.advantage for r in held_out]
-    scores = [probability(router, r.features) for r in held_out]
-    everything = [*learning, *held_out]
-    gaps = usual_gaps([probability(router, r.features) for r in everything], everything, GRID)
     report = {
-        "steps": len(everything),
-        "with_gain": sum(r.advantage > 0 for r in everything),
-        "escalated_of_gain_kept_of_rest": accuracy_by_class(scores, advantages, 0.5),
+        "steps": len(records),
+        "with_gain": sum(r.advantage > 0 for r in records),
+        "roc_auc": roc_auc([probability(router, r.features) for r in held_out], [r.advantage > 0 for r in held_out]),
     }
+    gaps = usual_gaps([probability(router, r.features) for r in records], records, GRID)
     return {"weights": router, "usual_gaps": gaps, "report": report}

@@ -7,12 +7,9 @@ import torch
 
 from specrl.lossy.fit import (
     Labels,
-    Record,
-    accuracy_by_class,
     fit_judge,
     logistic,
     roc_auc,
-    split,
     threshold_for_recall,
 )
 
@@ -63,18 +60,6 @@ def test_a_judge_is_fitted_on_some_problems_and_chosen_on_others():
     broken[labels.held_out, 0] = -broken[labels.held_out, 0]  # the opposite rule on held-out problems
     assert fit_judge(Labels(broken, y, problem), 0.9)[1] < 0.5, "control: held-out problems are not learned from"
     assert fit_judge(Labels(x, torch.ones(400, dtype=torch.bool), problem), 0.9) is None
-
-
-def test_no_problem_is_learned_from_and_judged_by():
-    records = [Record(f"p{i % 20}", (0.0,), (5,), (9,), (10,), 0.0, 0.0) for i in range(100)]
-    learning, held = split(records, 0.25, seed=0)
-    assert len(learning) + len(held) == 100
-    assert {r.problem for r in learning}.isdisjoint({r.problem for r in held})
-    assert len({r.problem for r in held}) == 5
-
-
-def test_accuracy_by_class_by_hand():
-    assert accuracy_by_class([0.9, 0.4, 0.6, 0.1], [1, 1, 0, -1], 0.5) == (0.5, 0.5)
 
 
 def fitted(inputs, targets):

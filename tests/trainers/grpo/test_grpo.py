@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 import specrl.trainers.grpo.trainer as grpo
 from specrl.rollout.config import RolloutConfig
+from specrl.rollout.types import RolloutError
 from specrl.trainers.config import TrainerConfig
 from specrl.trainers.grpo.arguments import grpo_config
 from specrl.trainers.grpo.trainer import EpochRepeatSampler
