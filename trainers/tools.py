@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import inspect
 import json
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-from specrl.rollout.reduction import Metric, mean, seconds
+from specrl.rollout.reduction import Metric, mean
 
 MOST = 4096
 """Results that are kept; the oldest are dropped first."""
 LONGEST = 2**14
 """Characters of one result that is kept."""
-
-
-@dataclass
-class Result:
-    """What a tool returned, as TRL shows it to the model, and the seconds that it took."""
-
-    text: str
-    seconds: float
 
 
 class ToolResults:
@@ -34,13 +24,11 @@ class ToolResults:
     """
 
     def __init__(self) -> None:
-        self._results: dict[str, Result] = {}
+        self._results: dict[str, str] = {}
         self.calls = 0
         """Of deterministic tools, since the last `take_metrics`."""
         self.hits = 0
         """Of `calls`, those whose result was kept."""
-        self.saved_s = 0.0
-        """Seconds that these had taken when they ran."""
 
     def __len__(self) -> int:
         return len(self._results)
@@ -57,8 +45,7 @@ class ToolResults:
                 key = _key(name, arguments)
                 if (kept := self._find(key)) is not None:
                     return kept
-                began = time.perf_counter()
-                return self._keep(key, await tool(**arguments), time.perf_counter() - began)
+                return self._keep(key, await tool(**arguments))
 
             return call_later
 
@@ -67,24 +54,20 @@ class ToolResults:
             key = _key(name, arguments)
             if (kept := self._find(key)) is not None:
                 return kept
-            began = time.perf_counter()
-            return self._keep(key, tool(**arguments), time.perf_counter() - began)
+            return self._keep(key, tool(**arguments))
 
         return call
 
     def _find(self, key: str | None) -> str | None:
         self.calls += 1
         result = self._results.get(key) if key else None
-        if result is None:
-            return None
-        self.hits += 1
-        self.saved_s += result.seconds
-        return result.text
+        self.hits += result is not None
+        return result
 
-    def _keep(self, key: str | None, value: Any, spent_s: float) -> Any:
+    def _keep(self, key: str | None, value: Any) -> Any:
         if key is None or isinstance(value, list) or len(text := str(value)) > LONGEST:
             return value
-        self._results[key] = Result(text, spent_s)
+        self._results[key] = text
         if len(self._results) > MOST:
             del self._results[next(iter(self._results))]
         return value
@@ -93,9 +76,8 @@ class ToolResults:
         """The metrics of the calls since the last time; none where there were none."""
         if not self.calls:
             return {}
-        metrics = {"tools/kept_ratio": mean(self.hits, self.calls), "tools/saved_s": seconds(self.saved_s)}
+        metrics = {"tools/kept_ratio": mean(self.hits, self.calls)}
         self.calls = self.hits = 0
-        self.saved_s = 0.0
         return metrics
 
 

@@ -86,7 +86,8 @@ def check_args(args: GRPOConfig, given: Mapping[str, Any], drafter: str = "") ->
         drafter: draft model of the rollout options.
     """
     _check_entries("GRPOConfig", {name: getattr(args, name, None) for name in MASKS}, {})
-    _check_entries("generation_kwargs", args.generation_kwargs or {}, _supported(args))
+    entries: Any = args.generation_kwargs or {}  # GRPOConfig reads a JSON text into a dict
+    _check_entries("generation_kwargs", entries, _supported(args))
     if args.temperature <= 0:
         raise _refused(f"temperature={args.temperature!r}", "the loss divides logits by it. Use temperature=1.0")
     if given.get("rollout_func") is not None:
