@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from specrl.rollout.reduction import Metric, highest, lowest, mean
-from specrl.rollout.speculative import SpeculativeRollout
-from specrl.rollout.types import Completion
-from specrl.trainers.config import TrainerConfig
 
 
 def overlong_penalty(length: int, cap: int, buffer: int) -> float:
@@ -61,47 +58,6 @@ def measured_weights(
         f"{name}/mean": mean(used.sum().item(), used.numel()),
         f"{name}/max": highest(used.max().item()),
     }
-
-
-class Importance:
-    """Which log-probs are pi_old, and the weights of tokens that another distribution or engine sampled."""
-
-    def __init__(self, options: TrainerConfig, source: SpeculativeRollout):
-        self._options = options
-        self._source = source
-
-    @property
-    def old_from_engine(self) -> bool:
-        """True if the engine's log-probs are pi_old, False if the trainer computes pi_old."""
-        source = self._options.old_logprobs
-        return source == "engine" or (source == "auto" and self._source.config.lossy)
-
-    def weights(
-        self,
-        completions: Sequence[Completion],
-        rollout_logprobs: Tensor,
-        mask: Tensor,
-        policy_logprobs: Callable[[], Tensor],
-    ) -> tuple[Tensor | None, dict[str, Metric]]:
-        """Importance weights [B, T] by `trainer.correction`, None if no correction is needed, and their metrics.
-
-        Args:
-            completions: the responses, B of them.
-            rollout_logprobs: the engine's log-probs of their tokens [B, T].
-            mask: 1 for tokens that the policy sampled [B, T].
-            policy_logprobs: returns the trainer's log-probs [B, T]; called only if they are needed.
-        """
-        options, config = self._options, self._source.config
-        lossy = config.lossy
-        rounded_copy = options.precision == "bf16" and self._source.engine.own_weights
-        other_numerics = rounded_copy or config.engine != "transformers"
-        if not lossy and (not other_numerics or self.old_from_engine or options.correction == "none"):
-            return None, {}
-        logp = rollout_logprobs if lossy else policy_logprobs()
-        behaviour = rollout_logprobs
-        if lossy:
-            behaviour = padded([c.behaviour_logprobs for c in completions], rollout_logprobs)
-        return measured_weights(logp, behaviour, mask, options.correction, options.correction_cap)
 
 
 def padded(rows: Sequence[Sequence[float]], like: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from specrl.rollout.keys import Visits, derive_key
 from specrl.rollout.reduction import Metric, merged, seconds
 from specrl.rollout.types import Row
 from specrl.trainers import weights
-from specrl.trainers.correction import Importance, overlong_penalty
+from specrl.trainers.correction import measured_weights, overlong_penalty, padded
 from specrl.trainers.keeping import diversity
 from specrl.trainers.scored import Scored, check_batch
 from specrl.trainers.setup import Setup
@@ -64,17 +64,12 @@ class Rollouts:
         self._probe = probe if len(probe) > 1 else probe * 2  # the first token of a prompt has no log-prob
         self._dtype = torch.float32 if setup.trainer.precision == "fp32" else torch.bfloat16
         """The dtype of the engine's weights."""
-        self.exact_bits = self._dtype == torch.float32 and accelerator.device.type == "cpu"
-        """True if equal forward passes give equal bits: fp32 on a CPU."""
         self.source = setup.make_rollout(self.policy)
         """The source of responses."""
         weights.check_shared(self.engine.own_weights, accelerator)
         self._ahead = any(gather_object([self.source.runs_ahead]))  # announcing is collective
-        # with top_p or top_k, rounding can change which tokens are kept
-        keeps_all_tokens = (setup.rollout.top_p, setup.rollout.top_k) == (1.0, 0)
-        strict = self.exact_bits and keeps_all_tokens
+        strict = weights.exact_bits(self._dtype, accelerator.device, setup.rollout)
         self._control = Control(self.source, self._score_tokens, gather_object, strict=strict)
-        self._importance = Importance(setup.trainer, self.source)
         self._visits = Visits()
         self._sent: int | None = None
         self._fields: dict[str, dict] = {}
@@ -252,13 +247,31 @@ class Rollouts:
     @property
     def old_from_engine(self) -> bool:
         """True if the engine's log-probs are pi_old, False if the trainer computes pi_old."""
-        return self._importance.old_from_engine
+        source = self._options.old_logprobs
+        return source == "engine" or (source == "auto" and self.source.config.lossy)
 
     def importance(
         self, rollout_logprobs: torch.Tensor, mask: torch.Tensor, policy_logprobs: Callable[[], torch.Tensor]
     ) -> torch.Tensor | None:
-        """`Importance.weights` of the rows that are trained on, with their metrics in those of the step."""
-        completions = self.train_batch.batch.completions
-        weights, metrics = self._importance.weights(completions, rollout_logprobs, mask, policy_logprobs)
+        """Weights [B, T] of tokens that another distribution or engine sampled; None if no correction is needed.
+
+        Args:
+            rollout_logprobs: the engine's log-probs of the rows that are trained on [B, T].
+            mask: 1 for tokens that the policy sampled [B, T].
+            policy_logprobs: returns the trainer's log-probs [B, T]; called only if they are needed.
+        """
+        options, config = self._options, self.source.config
+        rounded_copy = options.precision == "bf16" and self.engine.own_weights
+        other_numerics = rounded_copy or config.engine != "transformers"
+        if config.lossy:
+            logp = rollout_logprobs
+            completions = self.train_batch.batch.completions
+            behaviour = padded([c.behaviour_logprobs for c in completions], rollout_logprobs)
+        elif other_numerics and not self.old_from_engine and options.correction != "none":
+            logp = policy_logprobs()
+            behaviour = rollout_logprobs
+        else:
+            return None
+        weights, metrics = measured_weights(logp, behaviour, mask, options.correction, options.correction_cap)
         self._note(metrics)
         return weights

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator, DistributedType
 from torch import Tensor
 
+from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import DRAFTER, Engine, Meta, Probe, evaluation
 from specrl.rollout.types import RolloutError
 
@@ -53,6 +54,14 @@ def send(
         engine.update_weights(PolicyWeights(policy, dtype, drafter), version, probe(policy, tokens, dtype))
     else:
         engine.update_weights(None, version)
+
+
+def exact_bits(dtype: torch.dtype, device: torch.device, config: RolloutConfig) -> bool:
+    """Whether equal forward passes give equal bits, and equal bits equal tokens: fp32 on a CPU, all tokens kept.
+
+    With top_p or top_k, rounding can change which tokens are kept.
+    """
+    return dtype == torch.float32 and device.type == "cpu" and (config.top_p, config.top_k) == (1.0, 0)
 
 
 def check_shared(own_weights: bool, accelerator: Accelerator) -> None:

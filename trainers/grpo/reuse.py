@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
@@ -34,7 +33,7 @@ from specrl.trainers.keeping import Keeping
 from specrl.trainers.scored import Scored
 from specrl.trainers.tools import ToolResults
 from specrl.trainers.turns import logged
-from specrl.trainers.weights import check_shared
+from specrl.trainers.weights import check_shared, exact_bits
 
 STATE = "specrl"
 """Key of the counts that a resumed run needs in the trainer's state."""
@@ -79,11 +78,6 @@ class Reuse:
         """Built when it is first needed, as TRL places the model after its constructor."""
         if self._rollout is None:
             self._rollout = self._open()
-        return self._rollout
-
-    @property
-    def opened(self) -> SpeculativeRollout | None:
-        """`rollout`, once it was needed."""
         return self._rollout
 
     # A batch of conversations --------------------------------------------------------------------------------------
@@ -193,10 +187,8 @@ class Reuse:
         )
         self._keeping = Keeping(log)
         rollout = SpeculativeRollout(engine, cache, config, trainer.args.seed, evaluations, twin)
-        exact_bits = trainer.model.dtype == torch.float32 and trainer.accelerator.device.type == "cpu"
-        keeps_all_tokens = (config.top_p, config.top_k) == (1.0, 0)  # else rounding can change which are kept
         same_numerics = not trainer.use_vllm and trainer.accelerator.mixed_precision == "no"
-        strict = exact_bits and keeps_all_tokens and same_numerics
+        strict = same_numerics and exact_bits(trainer.model.dtype, trainer.accelerator.device, config)
         self._control = Control(rollout, _unscored, gather_object, strict=strict)
         return rollout
 
@@ -240,9 +232,9 @@ class SaveTrajectories(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control, **kwargs) -> None:
         home = _home(args, state)
-        rollout = self._reuse.opened
+        rollout = self._reuse.rollout
         elsewhere = not home.parent.is_dir()  # a hyperparameter search saves to other directories
-        if rollout is not None and rollout.cache is not None and state.is_world_process_zero and not elsewhere:
+        if rollout.cache is not None and state.is_world_process_zero and not elsewhere:
             rollout.save(home, home / EVALUATIONS, state.global_step)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control, **kwargs) -> None:
