@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from specrl.rollout.planned import Domain
 from specrl.rollout.reduction import Metric
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, Row
@@ -32,11 +33,14 @@ class ToolRollouts:
         sample_indices: Sequence[int],
         visits: Sequence[int],
         step: int,
-        announce: Callable[[], None],
+        announce: Callable[[], None] = lambda: None,
+        domain: Domain = "rollout",
     ) -> tuple[list[Conversation], Scored, dict[str, Metric]]:
         """A conversation that begins with each row, what was generated for all of them, and the metrics.
 
-        Args: announce: announces the first turns of the next batch, in each turn of this one.
+        Args:
+            announce: announces the first turns of the next batch, in each turn of this one.
+            domain: see SpeculativeRollout.generate.
         """
         turns: list[Scored] = []
 
@@ -47,6 +51,7 @@ class ToolRollouts:
                 visit=[conversation.visit for conversation in going],
                 step=step,
                 sample_indices=[conversation.sample_index for conversation in going],
+                domain=domain,
             )
             check_batch(batch, len(rows), step)
             turns.append(Scored.turn(rows, batch))

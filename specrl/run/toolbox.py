@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import wraps
@@ -14,12 +15,14 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from specrl.config.options import ConfigError
-from specrl.rollout.keys import derive_key
+from specrl.rollout.planned import Domain
 from specrl.rollout.reduction import Metric, count, mean, seconds
-from specrl.rollout.types import Completion, EngineStats, Request, Row
+from specrl.rollout.speculative import SpeculativeRollout
+from specrl.rollout.types import EngineStats, Row
 from specrl.run.prompts import render, variables
 from specrl.run.tools import load_tools
-from specrl.trainers.conversations import Answer, Conversation, converse
+from specrl.trainers.conversations import Answer, Conversation
+from specrl.trainers.tool_rollouts import ToolRollouts
 from specrl.trainers.tools import ToolResults
 
 if TYPE_CHECKING:
@@ -66,11 +69,7 @@ class Toolbox:
         self._schemas: list[dict | Callable] = [*schemas]
         self._tools = {f.__name__: self.results.wrap(self._bounded(f)) for f in functions}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._calls = 0
-        self._failures = 0
-        self._timeouts = 0
-        self._cut = 0
-        self._replaced = 0
+        self._counts: Counter[str] = Counter()
         self._spent_s = 0.0
         self._check()
 
@@ -169,7 +168,7 @@ class Toolbox:
         waiting = [i for i, outcome in enumerate(outcomes) if inspect.iscoroutine(outcome)]
         for i, outcome in zip(waiting, self._await([outcomes[i] for i in waiting]), strict=True):
             outcomes[i] = outcome
-        self._calls += len(calls)
+        self._counts["calls"] += len(calls)
         return [self._text(outcome) for outcome in outcomes]
 
     def _await(self, coroutines: Sequence[Any]) -> Sequence[Any]:
@@ -226,33 +225,32 @@ class Toolbox:
         """A result as text that has a UTF-8 form; other code units are replaced by question marks."""
         text = str(result)
         readable = text.encode("utf-8", "replace").decode()
-        self._replaced += readable != text
+        self._counts["replaced"] += readable != text
         return readable
 
     def _text(self, outcome: Any) -> str:
         """What the model reads: the result, or the error as TRL shows it, cut to LONGEST characters."""
         text = outcome
         if isinstance(outcome, BaseException):
-            self._failures += 1
+            self._counts["failures"] += 1
             reason = str(outcome)
             if isinstance(outcome, TimeoutError) and not reason:
-                self._timeouts += 1
+                self._counts["timeouts"] += 1
                 reason = f"no result within {self._options.tool_timeout_s:g} s"
             text = self._readable({"error": reason[:LONGEST]})
-        self._cut += len(text) > LONGEST
+        self._counts["cut"] += len(text) > LONGEST
         return _shortened(text)
 
     def take_metrics(self, conversations: int) -> dict[str, Metric]:
         """The metrics of the calls since the last time."""
+        counts = self._counts
         metrics = {
-            "tools/call_frequency": mean(self._calls, conversations),
-            "tools/failure_frequency": mean(self._failures, self._calls),
-            "tools/timeouts": count(self._timeouts),
-            "tools/cut": count(self._cut),
-            "tools/replaced": count(self._replaced),
+            "tools/call_frequency": mean(counts["calls"], conversations),
+            "tools/failure_frequency": mean(counts["failures"], counts["calls"]),
+            **{f"tools/{name}": count(counts[name]) for name in ("timeouts", "cut", "replaced")},
             "timing_s/tools": seconds(self._spent_s),
         }
-        self._calls = self._failures = self._timeouts = self._cut = self._replaced = 0
+        self._counts = Counter()
         self._spent_s = 0.0
         return metrics | self.results.take_metrics()
 
@@ -286,25 +284,14 @@ def conversations(
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
     config: Config,
-    use: str,
+    use: Domain,
     samples: int = 1,
 ) -> tuple[list[Conversation], EngineStats]:
     """`samples` conversations about each example, outside training. Their keys depend on `use`."""
-    stats = EngineStats()
-    tools = Toolbox(tokenizer, config.dataset)
-
-    def respond(going: list[Conversation], rows: list[Row]) -> Sequence[Completion]:
-        nonlocal stats
-        requests = []
-        for conversation, row in zip(going, rows, strict=True):
-            key = derive_key(config.seed, row.example_id, conversation.sample_index, 0, use)
-            requests.append(Request(row.prompt, key, row.max_new_tokens or 0))
-        completions, spent = engine.generate(requests)
-        stats += spent
-        return completions
-
-    prompts = [(example.id, render(example, tokenizer, config.dataset).ids) for example in examples]
-    begun = [Conversation(name, i, 0, len(ids), [*ids]) for name, ids in prompts for i in range(samples)]
-    max_tokens = config.rollout.max_new_tokens
-    converse(begun, respond, tools, max_turns=config.dataset.max_turns, max_tokens=max_tokens)
-    return begun, stats
+    rollout = SpeculativeRollout(engine, None, config.rollout, config.seed)
+    tools = ToolRollouts(Toolbox(tokenizer, config.dataset), rollout, config.dataset.max_turns)
+    prompts = [Row(example.id, tuple(render(example, tokenizer, config.dataset).ids)) for example in examples]
+    rows = [row for row in prompts for _ in range(samples)]
+    indices = [*range(samples)] * len(prompts)
+    held, turns, _ = tools.generate(rows, indices, [0] * len(rows), engine.weight_version, domain=use)
+    return held, turns.batch.stats
