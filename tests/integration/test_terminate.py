@@ -23,9 +23,8 @@ from tests.runs import ROOT, by_two_processes, run, words
 
 @pytest.mark.slow
 def test_a_terminated_run_saves_and_resumes_as_the_uninterrupted_one(tmp_path):
-    short = {"rollout__max_new_tokens": 12}
-    uninterrupted = run(tmp_path / "uninterrupted", trainer__epochs=6, **short)
-    long = words(tmp_path, trainer__epochs=40, **short)  # enough to be hit
+    uninterrupted = run(tmp_path / "uninterrupted", trainer__epochs=6)
+    long = words(tmp_path, trainer__epochs=40)  # enough to be hit
     process = subprocess.Popen(
         [sys.executable, "-m", "specrl.train", *long],
         cwd=ROOT,
@@ -45,7 +44,7 @@ def test_a_terminated_run_saves_and_resumes_as_the_uninterrupted_one(tmp_path):
     assert 4 <= step < 18, "in the middle"
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace("epochs: 40", "epochs: 6"))
-    rest = run(tmp_path, resume="auto", trainer__epochs=6, **short)
+    rest = run(tmp_path, resume="auto", trainer__epochs=6)
     assert [s.tokens for s in rest.steps] == [s.tokens for s in uninterrupted.steps[step:]]
     assert rest.losses == uninterrupted.losses[-len(rest.losses) :]
     assert all((w == uninterrupted.weights[n]).all() for n, w in rest.weights.items())
