@@ -11,6 +11,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -258,6 +260,61 @@ def differences(a: Recording, b: Recording) -> list[str]:
     if left.keys() != right.keys() or not all(torch.equal(tensor, right[name]) for name, tensor in left.items()):
         found.append("weights")
     return found
+
+
+class Watch:
+    """Seconds of some calls in each step, measured independently of the product.
+
+    `run(folder, watch)` times a trainer's calls: `gen`, a rollout without its store; `engine`, the engine's
+    part of it; `control`; `reuse_gap`; `drafter`; and `update`, backward passes alone.
+    """
+
+    def __init__(self):
+        self.seconds: dict[int, Counter] = defaultdict(Counter)
+
+    def __call__(self, trainer) -> None:
+        rollout, inside = trainer.rollouts.source, []
+        self._time(trainer, rollout, "generate", lambda call: PARTS[call.get("domain", "rollout")], inside)
+        self._time(trainer, rollout, "plain", lambda call: "control", inside)
+        self._time(trainer, rollout.engine, "generate", lambda call: "engine" if inside == ["gen"] else "", [])
+        self._time(trainer, trainer.accelerator, "backward", lambda call: "update", [])
+        if drafter := trainer.rollouts.drafter_trainer:
+            for name in ("observe", "step"):
+                self._time(trainer, drafter, name, lambda call: "drafter", [])
+
+    def _time(self, trainer, owner, name: str, part: Callable[[dict], str], inside: list[str]) -> None:
+        call = getattr(owner, name)
+
+        def timed(*args, **options):
+            key = part(options)
+            # co-training's step comes after the optimiser's, which counts it
+            step = trainer.state.global_step + (name != "step")
+            inside.append(key)
+            began = time.perf_counter()
+            try:
+                return call(*args, **options)
+            finally:
+                self.seconds[step][key] += time.perf_counter() - began
+                inside.pop()
+
+        setattr(owner, name, timed)
+
+    def check(self, line: dict) -> None:
+        """Asserts that the recorded seconds of a step agree with the watch where one span contains another."""
+        seen = self.seconds[line["step"]]
+        recorded = {key: line.get(f"timing_s/{key}") or 0.0 for key in TIMED}
+        assert 0.0 < seen["engine"] <= recorded["gen"], "the engine is part of the rollout, drafting too"
+        assert recorded["gen"] - recorded["store"] <= seen["gen"]
+        for key in ("control", "reuse_gap", "drafter"):
+            assert recorded[key] <= seen[key]
+            assert (recorded[key] > 0.0) == (seen[key] > 0.0)
+        assert 0.0 < seen["update"] <= recorded["update"], "the rest of a step contains the backward passes"
+        assert sum(seen[key] for key in ("gen", "control", "reuse_gap", "drafter", "update")) <= recorded["step"]
+
+
+PARTS = {"rollout": "gen", "control": "reuse_gap", "eval": "eval"}
+"""What a rollout of each domain is part of."""
+TIMED = ("gen", "store", "control", "reuse_gap", "drafter", "update", "step")
 
 
 def free_port() -> int:

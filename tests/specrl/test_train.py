@@ -1,6 +1,4 @@
 import json
-import time
-from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
@@ -17,7 +15,7 @@ from specrl.run.lora import adapter
 from specrl.run.prompts import Prompt
 from specrl.run.run import scorer
 from specrl.tiny import load_tiny
-from tests.runs import SHORT, policy, run, words
+from tests.runs import SHORT, Watch, policy, run, words
 
 EVERY_STEP = {
     *("step", "time", "loss", "grad_norm", "learning_rate", "epoch", "reward", "reward_std", "frac_reward_zero_std"),
@@ -35,41 +33,6 @@ EVERY_STEP = {
 WITH_DRAFTS = {"spec/draft_age", "spec/draft_acceptance_rate"}
 CONTROL = {"spec/speedup", "spec/plain_s", "spec/control_mismatches", "timing_s/control"}
 CONTROL |= {"spec/compared_tokens", "spec/flips_per_1k"}
-
-
-class Watch:
-    """Seconds of some calls in each step, measured independently of the product."""
-
-    def __init__(self):
-        self.seconds: dict[int, Counter] = defaultdict(Counter)
-
-    def __call__(self, trainer) -> None:
-        rollouts = trainer.rollouts
-        for part, owner, name in (
-            ("engine", rollouts.engine, "generate"),
-            ("plain", rollouts.source, "plain"),
-            ("update", trainer.accelerator, "backward"),
-        ):
-            setattr(owner, name, self.timed(trainer, getattr(owner, name), part))
-
-    def timed(self, trainer, call, part: str):
-        def made(*args, **options):
-            began = time.perf_counter()
-            try:
-                return call(*args, **options)
-            finally:
-                self.seconds[trainer.state.global_step + 1][part] += time.perf_counter() - began
-
-        return made
-
-    def check(self, line: dict) -> None:
-        """Asserts that the recorded seconds of a step agree with the watch where one span contains another."""
-        seen = self.seconds[line["step"]]
-        gen, control, gap = (line.get(f"timing_s/{part}", 0.0) for part in ("gen", "control", "reuse_gap"))
-        assert 0.0 < seen["engine"] <= gen + control + gap, "the engine is part of the rollouts"
-        assert (control > 0.0) == (seen["plain"] > 0.0)
-        assert 0.0 < seen["update"] <= line["timing_s/update"], "the rest of a step contains the backward passes"
-        assert seen["engine"] + seen["update"] <= line["timing_s/step"]
 
 
 @pytest.fixture(scope="module")
