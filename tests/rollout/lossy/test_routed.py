@@ -322,6 +322,12 @@ def test_one_bad_score_costs_its_own_step_and_too_few_scores_all():
     assert (decision.escalate, decision.faults) == ([True] * 3, 3)
 
 
+def test_a_score_out_of_range_is_no_step_to_keep_whatever_the_threshold():
+    router = AcceptanceRule(lambda c: 1.2, threshold=2.0)
+    decision = decide(router, [Candidate(0, [5], [], Step("draft", [9]))])
+    assert (decision.escalate, decision.faults) == ([True], 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "end",
