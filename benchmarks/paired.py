@@ -21,10 +21,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from specrl.bench import BenchConfig, check, prompts
 from specrl.config import load as cli
 from specrl.config.load import load
-from specrl.config.options import ConfigError
-from specrl.config.schema import Config
 from specrl.results import tables
 from specrl.results.records import counted
 from specrl.results.speedup import Flips
@@ -44,12 +43,11 @@ COLUMNS = ("case", "reused", "plain s", "specrl s", "speedup", "slowest")
 
 
 @dataclass
-class PairConfig(Config):
+class PairConfig(BenchConfig):
     old_model: str = doc("", "the policy that wrote the cache; empty takes the newer one, perturbed by `drift`")
     drift: float = doc(0.02, "noise on the old policy's matrices, in units of each matrix's own spread")
     rows: int = doc(32, "rows of one rollout batch")
     repeats: int = doc(5, "timed pairs per case, after one warm-up", low=1)
-    out: str = doc("", "write the results to this JSON file too")
 
 
 def with_config(words: Sequence[str]) -> list[str]:
@@ -90,31 +88,12 @@ def prepare(config: PairConfig, others: int = 0) -> tuple[Bench, list[Row], Any]
     Raises:
         ConfigError: the configuration uses a feature that the bench does not time, or has too few prompts.
     """
-    from specrl.rollout.types import Row
-    from specrl.run.data import load_examples
     from specrl.run.policy import load_policy
-    from specrl.run.prompts import render
 
-    rollout, group = config.rollout, config.rollout.group_size
-    for key, value, timed in (
-        ("rollout.acceptance", rollout.acceptance, "exact"),
-        ("cluster.num_workers", config.cluster.num_workers, 0),
-    ):
-        if value != timed:
-            raise ConfigError(f"{key}={value}: the bench times the exact rule in one process. Add {key}={timed}.")
-    if config.rows % group:
-        nearest = max(1, round(config.rows / group)) * group
-        raise ConfigError(f"rows={config.rows} is no multiple of rollout.group_size={group}. Try rows={nearest}.")
-    needed = -(-(config.rows + others) // group)
-    size = needed if config.data == "arithmetic" else config.dataset.train_size  # generated on demand
-    examples = load_examples(config.data, replace(config.dataset, train_size=size), "train", config.seed)[:needed]
-    if len(examples) < needed:
-        raise ConfigError(
-            f"rows={config.rows} takes {needed} prompts of {group} responses, and data={config.data} has "
-            f"{len(examples)}. Try rows={max(1, len(examples) - -(-others // group)) * group}, or more prompts."
-        )
+    check(config)
+    group = config.rollout.group_size
     model, tokenizer, eos_ids = load_policy(config)
-    rows = [Row(e.id, tuple(render(e, tokenizer, config.dataset).ids)) for e in examples for _ in range(group)]
+    rows = prompts(replace(config, rows=-(-(config.rows + others) // group) * group), tokenizer)
     newer = {name: p.detach().clone() for name, p in model.named_parameters()}
     if config.old_model:
         older = dict(load_policy(replace(config, model=config.old_model))[0].named_parameters())

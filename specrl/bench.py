@@ -38,11 +38,12 @@ if TYPE_CHECKING:
     from specrl.rollout.engines.local.engine import TransformersEngine
     from specrl.rollout.engines.vllm.engine import VLLMEngine
 
-Weights = dict[str, "Tensor"]
 KINDS = {"old text, fresh noise": 0.0, "text under the same key": 1.0}
 """Kinds of drafts, with the `rollout.replay` that makes one of the old text."""
 COLUMNS = ("drafts", "p", "at best", "reused", "measured")
 EPS = 1e-8  # of AdamW
+PAYS = 1.05
+"""Drafts pay where every pair is faster by more than this: less is noise between two rollouts."""
 
 
 @dataclass
@@ -73,8 +74,6 @@ class Timing:
     kind: str
     p: float
     """Probability that a token of the draft is accepted, see `Reading`."""
-    best: float
-    """See `best_speedup`."""
     reused: float
     plain_s: float
     specrl_s: float
@@ -84,9 +83,11 @@ class Timing:
     differing_rows: int
     compared_tokens: int
 
-    def cells(self) -> tuple[str, ...]:
+    def cells(self, price: float) -> tuple[str, ...]:
+        """A row of the table. Args: price: see `Result`."""
+        best = f"{best_speedup(self.p, price):.2f}x"
         measured = f"{self.speedup:.2f}x ({self.least:.2f} to {self.most:.2f})"
-        return self.kind, f"{self.p:.2f}", f"{self.best:.2f}x", f"{self.reused:.0%}", measured
+        return self.kind, f"{self.p:.2f}", best, f"{self.reused:.0%}", measured
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,10 @@ class Result:
         """One sentence: whether specrl pays for this policy, and what to switch on."""
         old, coupled = self.timings
         ahead = "set cluster.num_workers, whose workers roll out ahead, or rollout.twin in a sweep of one seed"
-        if old.least > 1:
+        if old.least > PAYS:
             more = f"; with text under the same key {coupled.speedup:.2f}x: {ahead}" * (coupled.least > old.most)
             return f"It pays: with its defaults specrl makes these rollouts {old.speedup:.2f}x as fast{more}."
-        if coupled.least > 1:
+        if coupled.least > PAYS:
             return (
                 f"Old text does not pay, text under the same key does ({coupled.speedup:.2f}x): {ahead}. Without them "
                 "rollout.acceptance=off trains the same weights in the same time."
@@ -120,10 +121,12 @@ def main(config: BenchConfig) -> int:
     dtype = rollout_dtype(config)
     rollout = config.rollout
     title = f"{config.model}, {dtype}, {rollout.engine}, {config.rows} rows, temperature {rollout.temperature:g}"
-    tables.show(console, title, COLUMNS, [timing.cells() for timing in result.timings])
+    tables.show(console, title, COLUMNS, [timing.cells(result.price) for timing in result.timings])
     differing = sum(timing.differing_rows for timing in result.timings)
     compared = Flips(differing, sum(timing.compared_tokens for timing in result.timings), 0.0)
+    older = f"one optimiser step at trainer.learning_rate={config.trainer.learning_rate:g} older"
     for line in (
+        f"The policy of the old text is {config.old_model or older}; in a run, old text is an epoch old.",
         f"p: probability that a token of the draft is accepted, over {reading.tokens:,} tokens of the old policy.",
         f"Entropy: {reading.entropy:.2f} nats. A draft token for every row takes {result.price:.2f} of a plain pass, "
         "so drafts pay where p is above that.",
@@ -155,17 +158,18 @@ def measure(config: BenchConfig, console: Console) -> Result:
             progress.update(task, advance=1, description=what)
 
         doing("loading the policy")
-        model, tokenizer, eos_ids = load_policy(config)
+        newer, tokenizer, eos_ids = load_policy(config)
+        model = load_policy(replace(config, model=config.old_model))[0] if config.old_model else newer
         bench = Bench(config, model.eval(), eos_ids, prompts(config, tokenizer))
-        newer = copied(model)
-        older = copied(load_policy(replace(config, model=config.old_model))[0]) if config.old_model else newer
-        bench.load(older)
         doing("old text")
+        bench.send()
         old = bench.write()
-        if not config.old_model:
-            doing("a step of the optimiser")
-            newer = stepped(model, bench.rows, old, config.trainer.learning_rate)
-        bench.load(newer)
+        doing("the newer policy")
+        if config.old_model:
+            model.load_state_dict(newer.state_dict())
+        else:
+            step(model, bench.rows, old, config.trainer.learning_rate)
+        bench.send()
         doing("reading the old text")
         reading = read(model, bench.sampling, bench.rows, old)
         chances = reading.fresh, reading.same_key
@@ -205,31 +209,25 @@ def prompts(config: BenchConfig, tokenizer: PreTrainedTokenizerBase) -> list[Row
 
 
 class Bench:
-    """One engine and the rows that it rolls out; its weights are switched between the policies.
-
-    There is one engine only, because vLLM's sleep mode allows one per process.
-    """
+    """A policy, one engine, because vLLM's sleep mode allows one per process, and the rows that it rolls out."""
 
     def __init__(self, config: BenchConfig, model: PreTrainedModel, eos_ids: frozenset[int], rows: list[Row]):
         from specrl.rollout.build import build_engine
         from specrl.rollout.engines.base import SamplingParams
         from specrl.run.policy import engine_spec
 
-        self.config, self.model, self.rows = config, model, rows
+        self.config = config
+        self.model = model
+        self.rows = rows
         rollout = config.rollout
         self.sampling = SamplingParams(eos_ids, rollout.temperature, rollout.top_k, rollout.top_p)
         shared = model if rollout.engine == "transformers" else None
         self.engine: TransformersEngine | VLLMEngine = build_engine(engine_spec(config, eos_ids), shared)  # type: ignore[assignment]
 
-    def load(self, weights: Weights) -> None:
-        """Brings these weights into the model and the engine."""
-        import torch
-
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(weights[name])
+    def send(self) -> None:
+        """Brings the engine to the weights of the model, unless it shares them."""
         if self.engine.own_weights:
-            self.engine.update_weights(weights.items(), self.engine.weight_version + 1)
+            self.engine.update_weights([*self.model.named_parameters()], self.engine.weight_version + 1)
 
     def write(self) -> RolloutBatch:
         """The rows' responses by plain decoding at their first visit: the old text."""
@@ -258,7 +256,6 @@ class Bench:
         return Timing(
             kind,
             p,
-            best_speedup(p, self.price(old)),
             reused=sum(sum(c.reused) for c in batch.completions) / sum(len(c.tokens) for c in batch.completions),
             plain_s=statistics.median(plain.total_s for plain, _ in pairs),
             specrl_s=statistics.median(batch.total_s for _, batch in pairs),
@@ -304,9 +301,11 @@ def best_speedup(p: float, price: float) -> float:
     """
     from specrl.rollout.drafting.cost import emitted
 
-    best, length = 1.0, 1
+    best = 1.0
+    length = 1
     while (faster := emitted(p, length) / (1 + price * length)) > best:
-        best, length = faster, length + 1
+        best = faster
+        length += 1
     return best
 
 
@@ -323,7 +322,7 @@ def read(model: PreTrainedModel, sampling: SamplingParams, rows: Sequence[Row], 
         for row, completion, key in zip(rows, old.completions, old.keys, strict=True):
             logits = response_logits(model, row, completion.tokens).float().cpu()
             text = torch.tensor(completion.tokens)
-            law = process_logits(logits, temperature or 1.0, top_k, top_p).softmax(-1)
+            probabilities = process_logits(logits, temperature or 1.0, top_k, top_p).softmax(-1)
             drawn, *_ = keyed_sample(
                 logits,
                 torch.full_like(text, key),
@@ -333,15 +332,15 @@ def read(model: PreTrainedModel, sampling: SamplingParams, rows: Sequence[Row], 
                 top_p=top_p,
             )
             agreed = (drawn == text).float()
-            chance = law.gather(-1, text[:, None]) if temperature else agreed
-            means = torch.special.entr(law).sum(-1), chance, agreed
+            chance = probabilities.gather(-1, text[:, None]) if temperature else agreed
+            means = torch.special.entr(probabilities).sum(-1), chance, agreed
             sums = [so_far + float(values.sum()) for so_far, values in zip(sums, means, strict=True)]
             tokens += len(text)
     return Reading(tokens, *(total / tokens for total in sums))
 
 
-def stepped(model: PreTrainedModel, rows: Sequence[Row], old: RolloutBatch, learning_rate: float) -> Weights:
-    """The weights after AdamW's first step from those of the model, which is left with these weights.
+def step(model: PreTrainedModel, rows: Sequence[Row], old: RolloutBatch, learning_rate: float) -> None:
+    """Takes AdamW's first step from the weights of the model.
 
     The step is learning_rate * g / (|g| + EPS): the moments of Adam are g and g^2 after their first correction, so the
     gradient's size does not matter. The advantages are +1 and -1 in turn, as a group of right and wrong responses has.
@@ -358,7 +357,6 @@ def stepped(model: PreTrainedModel, rows: Sequence[Row], old: RolloutBatch, lear
             if (g := parameter.grad) is not None:
                 parameter.sub_(learning_rate * g / (g.abs() + EPS))
     model.zero_grad()
-    return copied(model)
 
 
 def response_logits(model: PreTrainedModel, row: Row, tokens: Sequence[int]) -> Tensor:
@@ -367,11 +365,6 @@ def response_logits(model: PreTrainedModel, row: Row, tokens: Sequence[int]) -> 
 
     ids = torch.tensor([[*row.prompt, *tokens[:-1]]], device=model.device)
     return model(input_ids=ids, logits_to_keep=len(tokens)).logits[0]
-
-
-def copied(model: PreTrainedModel) -> Weights:
-    """A copy of the weights on the CPU."""
-    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}
 
 
 def command(argv: Sequence[str] | None = None) -> int:

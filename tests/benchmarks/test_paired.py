@@ -111,19 +111,3 @@ def test_without_a_config_it_benches_as_many_problems_as_the_rows_take():
     bench, others, _ = prepare(config, others=8)
     assert (config.model, len({row.example_id for row in bench.rows}), len(others)) == ("tiny", 65, 8)
     assert all("/hard/" in row.example_id for row in bench.rows)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["rows=14"], "Try rows=12"),
-        (["rows=3"], "Try rows=4."),
-        (["rollout.acceptance=lenient"], "Add rollout.acceptance=exact."),
-        (["cluster.num_workers=2"], "Add cluster.num_workers=0."),
-    ],
-)
-def test_what_it_cannot_time_is_one_line(mine, words, message, capsys):
-    assert command([f"config={mine}", *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from specrl.bench import Reading, Result, Timing, best_speedup, command, read, stepped
+from specrl.bench import Reading, Result, Timing, best_speedup, command, read, step
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.speculative import SpeculativeRollout
@@ -71,10 +71,10 @@ def test_the_step_is_the_first_of_adamw(old):
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(before[name])
-    newer = stepped(model, ROWS, batch, 1e-3)
-    for name, weight in newer.items():
-        torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-6)
-    assert any(not torch.equal(newer[name], before[name]) for name in newer)
+    step(model, ROWS, batch, 1e-3)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.detach(), expected[name], rtol=0, atol=2e-6)
+        assert not torch.equal(weight, before[name])
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_the_step_is_the_first_of_adamw(old):
     [
         ((2.8, 2.3, 3.1), (2.9, 2.5, 3.2), "2.80x as fast."),
         ((1.2, 1.1, 1.3), (2.5, 2.1, 2.9), "with text under the same key 2.50x: set cluster.num_workers"),
-        ((1.01, 0.99, 1.03), (2.2, 2.0, 2.4), "Old text does not pay, text under the same key does (2.20x)"),
+        ((1.06, 1.04, 1.08), (2.2, 2.0, 2.4), "Old text does not pay, text under the same key does (2.20x)"),
         ((0.99, 0.97, 1.0), (1.0, 0.9, 1.1), "It does not pay here."),
     ],
 )
 def test_the_advice_follows_the_whole_interval(old, coupled, said):
-    timings = [Timing("", 0.5, 1.5, 0.5, 1.0, 1.0, *ratios, 0, 10) for ratios in (old, coupled)]
+    timings = [Timing("", 0.5, 0.5, 1.0, 1.0, *ratios, 0, 10) for ratios in (old, coupled)]
     assert said in Result(Reading(10, 1.0, 0.5, 0.9), 0.3, timings).advice()
 
 
@@ -107,7 +107,7 @@ def mine(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_newer_policy_is_a_step_further_unless_the_old_one_is_given(mine, tmp_path, capsys):
+def test_the_newer_policy_is_a_step_further_unless_the_old_one_is_given(mine, tmp_path):
     def figures(*words):
         out = tmp_path / "out.json"
         assert command([f"config={mine}", "rows=4", "repeats=1", f"out={out}", *words]) == 0
@@ -119,9 +119,6 @@ def test_the_newer_policy_is_a_step_further_unless_the_old_one_is_given(mine, tm
     assert 0 < same["price"] < 1
     assert figures()["reading"]["same_key"] < 1.0
     assert [timing["differing_rows"] for timing in same["timings"]] == [0, 0]
-    printed = capsys.readouterr().out
-    assert "4 rows" in printed
-    assert "none of" in printed
 
 
 @pytest.mark.parametrize(
