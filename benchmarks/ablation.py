@@ -23,7 +23,7 @@ from specrl.rollout.sections import SOURCES, doc
 
 if TYPE_CHECKING:
     from specrl.rollout.engines.local.engine import TransformersEngine
-    from specrl.rollout.types import RolloutBatch, Row
+    from specrl.rollout.types import RolloutBatch
 
 REGIMES = {"first epoch": None, "heavy drift": 0.1, "some drift": 0.05, "little drift": 0.02}
 """Noise on the old policy's matrices, in units of each matrix's spread; None for no old texts."""
@@ -33,19 +33,8 @@ STEPS = {
     "prefix": ("prefix",),
     "+ position": ("prefix", "position"),
     "+ suffix": ("prefix", "position", "earlier", "group"),
-    "+ prompt": ("prefix", "position", "earlier", "group", "prompt"),
-    "+ contexts": ("prefix", "position", "earlier", "group", "prompt", "contexts"),
-    "+ redraw": SOURCES,
+    "+ prompt": SOURCES,
 }
-OTHERS = 512  # responses to other prompts that the context table has learnt: the middle of a first epoch of 128 prompts
-
-
-SEEN = (
-    f"First epochs too: contexts have learnt {OTHERS} responses to other prompts before, so these are of the middle of "
-    "a first epoch, not of its beginning."
-)
-
-
 FEW = "all texts and the drafters only, without fewer sources and fixed lengths"
 
 
@@ -83,34 +72,29 @@ class Method:
 
 
 def main(config: AblationConfig) -> int:
-    bench, others, _ = prepare(config, OTHERS)
-    result = {"options": asdict(config), "device": device_name(bench.model.device), "seen_before": SEEN}
-    result["lines"] = [asdict(line) for line in measure(bench, others, config.drafters, config.repeats, config.few)]
+    bench, _ = prepare(config)
+    result = {"options": asdict(config), "device": device_name(bench.model.device)}
+    result["lines"] = [asdict(line) for line in measure(bench, config.drafters, config.repeats, config.few)]
     bench.engine.close()
     if config.out:
         Path(config.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-def measure(
-    bench: Bench, others: Sequence[Row], drafters: Sequence[str], repeats: int, few: bool = False
-) -> list[Line]:
+def measure(bench: Bench, drafters: Sequence[str], repeats: int, few: bool = False) -> list[Line]:
     """Every method in every regime and size up to the bench's rows; prints a table for each size.
 
     Args:
         bench: policies, and the prompts of the largest size.
-        others: rows of other prompts, whose texts a run has seen before; the newer policy answers them.
         drafters: directories of draft models to try.
         few: see FEW.
     """
     every, lines = bench.rows, []
-    seen = bench.rollout(None).generate(others, visit=0, step=0).completions
-    learnt = [(row.prompt, c.tokens) for row, c in zip(others, seen, strict=True)]
     for size in (size for size in SIZES if size <= len(every)):
         bench.rows = every[:size]
         for regime, drift in REGIMES.items():
             old = None if drift is None else old_texts(bench, drift)
-            batches = compare(bench, old, list(_methods(bench, drafters, few)), learnt, repeats)
+            batches = compare(bench, old, list(_methods(bench, drafters, few)), repeats)
             lines += [_line(regime, name, runs[1:], batches["plain"][1:]) for name, runs in batches.items()]
         show([line for line in lines if line.rows == size])
     bench.rows = every
@@ -119,14 +103,13 @@ def measure(
 
 def _methods(bench: Bench, drafters: Sequence[str], few: bool) -> Iterator[Method]:
     """An engine for each way of drafting, all around the same model."""
-    full = STEPS["+ redraw"]
     for name, sources in STEPS.items():
-        if not few or sources is full:
+        if not few or sources is SOURCES:
             yield Method(name, _engine(bench, sources), sources)
     for drafter in drafters:
-        yield Method(f"+ {Path(drafter).name}", _engine(bench, full, drafter=drafter), full)
+        yield Method(f"+ {Path(drafter).name}", _engine(bench, SOURCES, drafter=drafter), SOURCES)
     for window in () if few else WINDOWS:
-        yield Method(f"window {window}", _engine(bench, full, window=window), full)
+        yield Method(f"window {window}", _engine(bench, SOURCES, window=window), SOURCES)
 
 
 def _engine(bench: Bench, sources: Sequence[str], window: int = 0, drafter: str = "") -> TransformersEngine:
@@ -147,7 +130,7 @@ def old_texts(bench: Bench, drift: float) -> RolloutBatch:
 
 
 def compare(
-    bench: Bench, old: RolloutBatch | None, methods: Sequence[Method], learnt: Sequence[tuple], repeats: int
+    bench: Bench, old: RolloutBatch | None, methods: Sequence[Method], repeats: int
 ) -> dict[str, list[RolloutBatch]]:
     """The rollouts of each method, and of plain decoding: one that warms up and `repeats` more, in turn."""
     batches: dict[str, list[RolloutBatch]] = {"plain": [], **{m.name: [] for m in methods}}
@@ -159,7 +142,7 @@ def compare(
                 batches["plain"].append(bench.plain(visit))
             else:
                 stage = bench.rollout(old, engine=method.engine, sources=list(method.sources))
-                batches[method.name].append(bench.timed(stage, visit, learnt))
+                batches[method.name].append(bench.timed(stage, visit))
         texts = {name: [c.tokens for c in runs[-1].completions] for name, runs in batches.items()}
         if wrong := [name for name, text in texts.items() if text != texts["plain"]]:
             raise SystemExit(f"{wrong[0]} sampled other tokens than plain decoding; the table means nothing")
@@ -203,7 +186,7 @@ def show(lines: Sequence[Line]) -> None:
     title = f"{lines[0].rows} rows: speedup over plain decoding, and of the slowest twentieth of the rows"
     tables.show(console, title, ("drafts from", *regimes), rows)
     off = max(abs(end / line.speedup - 1) for line in lines for end in line.speedup_range)
-    tables.note(console, f"Medians; no repeat's speedup is further than {off:.0%} from its median. {SEEN}")
+    tables.note(console, f"Medians; no repeat's speedup is further than {off:.0%} from its median.")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from specrl.bench import BenchConfig, check, prompts
 from specrl.config import load as cli
@@ -34,7 +34,6 @@ from specrl.run.policy import rollout_dtype
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from specrl.rollout.drafting.drafting import Drafting
     from specrl.rollout.engines.base import Engine
     from specrl.rollout.speculative import SpeculativeRollout
     from specrl.rollout.types import RolloutBatch, Row
@@ -82,8 +81,8 @@ class Timing:
     rows: int
 
 
-def prepare(config: PairConfig, others: int = 0) -> tuple[Bench, list[Row], Any]:
-    """The bench, `others` rows of additional prompts, and the policy's tokenizer.
+def prepare(config: PairConfig) -> tuple[Bench, Any]:
+    """The bench, and the policy's tokenizer.
 
     Raises:
         ConfigError: the configuration uses a feature that the bench does not time, or has too few prompts.
@@ -93,14 +92,14 @@ def prepare(config: PairConfig, others: int = 0) -> tuple[Bench, list[Row], Any]
     check(config)
     group = config.rollout.group_size
     model, tokenizer, eos_ids = load_policy(config)
-    rows = prompts(replace(config, rows=-(-(config.rows + others) // group) * group), tokenizer)
+    rows = prompts(replace(config, rows=-(-config.rows // group) * group), tokenizer)
     newer = {name: p.detach().clone() for name, p in model.named_parameters()}
     if config.old_model:
         older = dict(load_policy(replace(config, model=config.old_model))[0].named_parameters())
     else:
         older = perturbed(newer, config.drift)
     bench = Bench(model.eval(), eos_ids, config, rows[: config.rows], older, newer)
-    return bench, rows[config.rows :], tokenizer
+    return bench, tokenizer
 
 
 def perturbed(weights: dict, drift: float) -> dict:
@@ -112,13 +111,6 @@ def perturbed(weights: dict, drift: float) -> dict:
         name: w + (drift * w.std() * torch.randn(w.shape, generator=generator).to(w)) if w.dim() > 1 else w
         for name, w in weights.items()
     }
-
-
-@runtime_checkable
-class Drafts(Protocol):
-    """An engine that proposes drafts in this process."""
-
-    drafting: Drafting
 
 
 class Bench:
@@ -178,13 +170,8 @@ class Bench:
             rows=len(done),
         )
 
-    def timed(self, stage: SpeculativeRollout, visit: int = 1, learnt: Sequence[tuple] = ()) -> RolloutBatch:
-        """Generates the rows of a visit, including look-up and storing. The draft contexts hold only `learnt`."""
-        assert isinstance(stage.engine, Drafts), "both engines that run in this process propose drafts"
-        contexts = stage.engine.drafting.contexts
-        if contexts is not None:
-            contexts.clear()  # otherwise it holds the same responses from the last repeat
-            contexts.learn(learnt)
+    def timed(self, stage: SpeculativeRollout, visit: int = 1) -> RolloutBatch:
+        """Generates the rows of a visit, including look-up and storing."""
         batch = stage.generate(self.rows, visit=visit, step=1)
         stage.store(self.rows, batch, step=1)
         return batch
@@ -260,7 +247,7 @@ def device_name(device) -> str:
 def main(config: PairConfig) -> int:
     from rich.console import Console
 
-    bench, _, tokenizer = prepare(config)
+    bench, tokenizer = prepare(config)
     cases = [
         bench.time_pairs("fresh noise", replay=0.0),
         bench.time_pairs("replayed noise", replay=1.0),

@@ -126,7 +126,6 @@ def rule_and_drafting(
 ) -> tuple[AcceptanceRule, Drafting]:
     """The acceptance rule and the drafting of exact, off and lenient. Args: drafter: a draft model, loaded."""
     from specrl.rollout.drafting.budget import Budget
-    from specrl.rollout.drafting.contexts import ContextTable
     from specrl.rollout.drafting.drafting import Drafting
     from specrl.rollout.verify import exact
 
@@ -139,5 +138,4 @@ def rule_and_drafting(
         from specrl.rollout.engines.local.head import drafter_of
 
         model = drafter_of(drafter, sampling, config, config.drafter_vocab)
-    contexts = ContextTable() if "contexts" in config.sources else None
-    return exact, Drafting(Budget(config.budget.window), contexts, model, "redraw" in config.sources)
+    return exact, Drafting(Budget(config.budget.window), model)

@@ -48,8 +48,7 @@ class RolloutConfig:
         list(SOURCES),
         "texts that drafts are copied from. prefix: the sample's previous response up to the first mismatch; position: "
         "that response after it; earlier: the prompt's other stored responses; prompt: the prompt; group: its "
-        "responses in this rollout; contexts: n-grams of all prompts' texts; redraw: what the last pass sampled after "
-        "a mismatch",
+        "responses in this rollout",
     )
     drafter: str = doc(
         "",

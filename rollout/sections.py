@@ -32,7 +32,7 @@ def unknown_name(key: str, name: str, known: tuple[str, ...]) -> str:
     return f"{key} has {name!r}, which is none of {', '.join(known)}. Did you mean {near}?"
 
 
-SOURCES = ("prefix", "position", "earlier", "prompt", "group", "contexts", "redraw")
+SOURCES = ("prefix", "position", "earlier", "prompt", "group")
 """The texts that drafts are copied from, as described at `rollout.sources`."""
 SPECULATORS = ("texts", "ngram_gpu", "eagle", "eagle3", "mtp")
 """What drafts in vLLM if `rollout.drafter` is empty: specrl's `texts`, or a method of vLLM."""

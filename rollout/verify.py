@@ -49,8 +49,6 @@ class Accepted:
     """See `Completion.behaviour_logprobs`."""
     drafted: int
     """How many of the tokens, from the first on, are the draft's."""
-    rejected_tail: Sequence[int] = ()
-    """What the policy sampled after these, given rejected draft tokens: guesses, by the row's own noise."""
     own: tuple[int, float] | None = None
     """See `Completion.own`."""
 
@@ -64,8 +62,7 @@ def exact(key: int, draft: Draft, samples: TargetSamples) -> Accepted:
     """The sampled tokens up to the first that differs from the draft, that one included."""
     n = accept_exact(samples.tokens, draft.tokens)
     logprobs = samples.logprobs[: n + 1]
-    rejected_tail = samples.tokens[n + 1 :] if n < len(draft.tokens) else ()
-    return Accepted(samples.tokens[: n + 1], logprobs, logprobs, n, rejected_tail)
+    return Accepted(samples.tokens[: n + 1], logprobs, logprobs, n)
 
 
 def accept_exact(sampled: Sequence[int], draft: Sequence[int]) -> int:

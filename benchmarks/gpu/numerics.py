@@ -17,8 +17,6 @@ from benchmarks.gpu.run import Absent, Step
 from benchmarks.gpu.sizes import Shape
 from benchmarks.gpu.timing import Context
 from specrl.rollout.config import RolloutConfig
-from specrl.rollout.drafting.contexts import ContextTable
-from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import Probe
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.types import Completion, RolloutError
@@ -67,9 +65,8 @@ class Numerics:
         return {"accepted": round(self.policies.accepted, 4), "drift": round(self.policies.drift, 5)}
 
     def engine(self) -> TransformersEngine:
-        drafting = Drafting(contexts=ContextTable())
         limits = RolloutConfig(rows_per_batch=self.sizes.numeric_rows)
-        return TransformersEngine(self.model, models.SAMPLING, drafting=drafting, limits=limits)
+        return TransformersEngine(self.model, models.SAMPLING, limits=limits)
 
     def texts(self, requests: list) -> list[list[int]]:
         return [c.tokens for c in self.engine().generate(requests)[0]]

@@ -17,7 +17,6 @@ from benchmarks.gpu.run import Step
 from benchmarks.gpu.timing import Context, synchronize
 from benchmarks.gpu.watch import Watched, profiled
 from specrl.rollout.config import RolloutConfig
-from specrl.rollout.drafting.contexts import ContextTable
 from specrl.rollout.types import Completion, EngineStats, Request
 
 MODES = ("off", "replay 0", "replay 1")
@@ -59,8 +58,7 @@ class Rollouts:
     def engine(self, rows: int) -> local.TransformersEngine:
         """A new one, whose budget has seen nothing."""
         limits = RolloutConfig(rows_per_batch=rows, logits_mb=LOGITS_MB)
-        drafting = Watched(contexts=ContextTable())
-        return local.TransformersEngine(self.model, models.SAMPLING, drafting=drafting, limits=limits)
+        return local.TransformersEngine(self.model, models.SAMPLING, drafting=Watched(), limits=limits)
 
     def write_old(self, rows: int, longest: int) -> float:
         """Seconds in which the older policy wrote what is not there yet of the rows' old texts."""
@@ -78,15 +76,9 @@ class Rollouts:
         asked = models.plain(self.prompts[:rows], lengths, visit)
         return asked if mode == "off" else models.drafted(asked, self.old[longest][:rows])
 
-    def ready(self, rows: int, longest: int) -> local.TransformersEngine:
-        """An engine whose contexts know the old texts and nothing else."""
-        engine = self.engine(rows)
-        engine.drafting.contexts.learn(zip(self.prompts[:rows], self.old[longest][:rows], strict=True))
-        return engine
-
     def line(self, mode: str, rows: int, longest: int) -> dict:
         """One rollout and what it took."""
-        engine, requests = self.ready(rows, longest), self.requests(mode, rows, longest)
+        engine, requests = self.engine(rows), self.requests(mode, rows, longest)
         cuda = self.context.cuda
         if cuda:
             torch.cuda.empty_cache()
@@ -116,7 +108,7 @@ class Rollouts:
     def profile(self, mode: str, rows: int, longest: int) -> dict:
         """A few passes near the start of the rollout: how long the device worked in them."""
         requests = self.requests(mode, rows, longest)
-        return profiled(self.context, self.ready(rows, longest), requests, SKIP, PROFILED)
+        return profiled(self.context, self.engine(rows), requests, SKIP, PROFILED)
 
 
 def figures(done: Sequence[Completion], stats: EngineStats, seconds: float) -> dict:

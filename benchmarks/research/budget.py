@@ -38,7 +38,8 @@ DRAFTERS = {  # the same of a drafter of one layer, such as `python -m specrl.dr
     ),  # one of 28 layers 0.25 ms, the output layer 0.62, a head's own matrix 0.03, launch
 }
 WINDOWS = (2, 4, 8, 16, 32, 64)
-BUDGET = "+ redraw"
+BUDGET = "+ prompt"
+"""The method with all texts, whose lengths the budget chooses."""
 
 
 @dataclass
@@ -84,15 +85,14 @@ def main(options: BudgetConfig) -> int:
     PackedModel.forward = timed
     most = -(-max(options.rows) // 8) * 8  # whole groups
     given = bench_pair.options(f"rows={most}", "rollout.max_new_tokens=220", "rollout.tokens_per_pass=4096")
-    made, others, _ = bench_pair.prepare(given, ablation.OTHERS)
+    made, _ = bench_pair.prepare(given)
     ablation.SIZES, ablation.WINDOWS = options.rows, WINDOWS
-    lines = [asdict(line) for line in ablation.measure(made, others, options.drafters, options.repeats, options.few)]
+    lines = [asdict(line) for line in ablation.measure(made, options.drafters, options.repeats, options.few)]
     costs = {"costs_ms": MACHINES[options.machine], "drafter_costs_ms": DRAFTERS[options.machine]}
     told = asdict(options) | {"drafters": [Path(drafter).name for drafter in options.drafters], "out": ""}
-    result = {"options": told, **costs, "seen_before": ablation.SEEN, "cells": list(cells(lines))}
+    result = {"options": told, **costs, "cells": list(cells(lines))}
     for cell in result["cells"]:
         print(f"{cell['rows']} rows, {cell['regime']}: {cell['budget / best']:.3f} of the best fixed length")
-    print(ablation.SEEN)
     if options.out:
         Path(options.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0

@@ -5,8 +5,7 @@
 Rolls out texts that are known beforehand as the local engine would: drafts are proposed, laid out, settled by the exact
 rule and learned from. Passes take no time, and the budget is given the seconds of `PASS_S`. Prompts have groups of
 rows; each row's text is its old one with some tokens replaced, inserted or removed. Times the parts of each pass on one
-thread, and of these the index of the texts. The source `redraw` is left out: after a mismatch these passes draw the
-known text, so redraws would be accepted too often.
+thread, and of these the index of the texts.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,6 @@ import torch
 from specrl.config import load as cli
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.budget import Budget
-from specrl.rollout.drafting.contexts import ContextTable
 from specrl.rollout.drafting.draft import Draft
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.drafting.ngrams import NGrams
@@ -55,7 +53,6 @@ class HostConfig:
     rows: int = doc(512, "rows of a batch, in groups of 8")
     tokens: int = doc(1500, "mean length of a response")
     agreement: float = doc(0.97, "share of a text's tokens that are those of the sample_index's old text")
-    contexts: bool = doc(True, "rows may also draft from the texts of all prompts")
     old: bool = doc(True, "prompts have texts of an earlier visit; without, rows draft from each other")
     repeats: int = doc(3, "rollouts; the fastest counts")
     out: str = doc("", "write the figures to this JSON file")
@@ -67,21 +64,16 @@ class Work:
 
     truths: list[list[int]]
     olds: list[tuple[int, ...] | None]
-    others: list[tuple[list[int], list[int]]] = field(default_factory=list)
-    """Prompts and responses that the contexts have learnt."""
 
 
 def work(config: HostConfig, seed: int = 0) -> Work:
     """Texts are phrases of their prompt, phrases that all prompts share, and other tokens between them."""
     rng, made = random.Random(seed), Work([], [])
     shared = book(rng)
-    for prompt in range(config.rows // GROUP + 16):
+    for _ in range(config.rows // GROUP):
         phrases = [*book(rng), *shared]
         for _ in range(GROUP):
             old = written(rng, phrases, round(config.tokens * rng.uniform(0.6, 1.4)))
-            if prompt * GROUP >= config.rows:
-                made.others.append(([prompt + 2] * 8, old))
-                continue
             made.olds.append(tuple(old) if config.old else None)
             made.truths.append([*edited(rng, old[:-1], 1 - config.agreement), EOS])
     return made
@@ -155,10 +147,8 @@ class Rollout:
 
     def __init__(self, config: HostConfig, made: Work):
         self.rows, self.truths, self.stats = requested(config, made), made.truths, EngineStats()
-        self.drafting, self.policy = Drafting(Unhurried(), ContextTable() if config.contexts else None), Policy()
+        self.drafting, self.policy = Drafting(Unhurried()), Policy()
         self.drafting.attach(self.policy)
-        if self.drafting.contexts is not None:
-            self.drafting.contexts.learn(made.others)
         self.drafting.begin([row.request for row in self.rows])
         requests = [row.request for row in self.rows]
         self.reader = Reader(self.policy, requests)
@@ -202,7 +192,7 @@ class Rollout:
             emitted = row.emit(accepted, EOS_IDS)
             self.reader.rollback(number, len(row.tokens) - 1)
             self.stats.count(draft.source, len(draft.tokens), min(accepted.drafted, emitted))
-            self.drafting.learn(row, draft, accepted.tokens, accepted.drafted, accepted.rejected_tail)
+            self.drafting.learn(row, draft, accepted.tokens, accepted.drafted)
             brought += len(accepted.tokens)
         seconds, asking = cost(len(rows), tokens), self.drafting.asking
         self.drafting.budget.observe_pass(tokens, seconds, len(rows), self.reader.width, brought, asking=asking)

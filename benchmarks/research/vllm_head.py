@@ -48,9 +48,7 @@ def main(config: VLLMHeadConfig) -> int:
 
     most = -(-max(config.rows) // 8) * 8  # whole groups
     given = pair.options(f"rows={most}", f"rollout.max_new_tokens={config.tokens}", "rollout.tokens_per_pass=4096")
-    made, others, _ = pair.prepare(given, ablation.OTHERS)
-    seen = made.rollout(None).generate(others, visit=0, step=0).completions
-    learnt = [(row.prompt, c.tokens) for row, c in zip(others, seen, strict=True)]
+    made, _ = pair.prepare(given)
     old = {name: drift and ablation.old_texts(made, drift) for name, drift in ablation.REGIMES.items()}
     clock = Clock(*MACHINES[MACHINE])
     time.perf_counter = clock  # for the budgets of the engines from here on
@@ -61,7 +59,7 @@ def main(config: VLLMHeadConfig) -> int:
         terms = {"engine": "vllm", "drafter": config.drafter * head, "sources": list(sources), "vllm": vllm}
         theirs = replace(made.config, rollout=replace(made.config.rollout, **terms, kv_cache_mb=256))
         bench = pair.Bench(made.model, made.spec.eos_ids, theirs, made.rows, {}, made.weights["newer"])
-        for line in cells(bench, config.rows, old, learnt, passes, clock):
+        for line in cells(bench, config.rows, old, passes, clock):
             lines.append({"drafts": name, **line})
             print(json.dumps(lines[-1]), flush=True)
         bench.engine.close()
@@ -107,9 +105,7 @@ def count_passes(clock: Clock) -> Counter[str]:
     return counts
 
 
-def cells(
-    bench: Bench, sizes: Sequence[int], old: dict, learnt: Sequence[tuple], passes: Counter[str], clock: Clock
-) -> Iterator[dict]:
+def cells(bench: Bench, sizes: Sequence[int], old: dict, passes: Counter[str], clock: Clock) -> Iterator[dict]:
     """The counts of each size and regime; one for all regimes where no text is read."""
     every, fresh = bench.rows, copy.deepcopy(bench.engine.drafting.budget)
     for size in sizes:
@@ -118,11 +114,11 @@ def cells(
         plain = {visit: [c.tokens for c in bench.plain(visit).completions] for visit in visits}
         for regime, texts in old.items() if bench.config.rollout.sources else [("all", None)]:
             bench.engine.drafting.budget = copy.deepcopy(fresh)
-            bench.timed(bench.rollout(texts and texts.select(range(size))), 1, learnt)
+            bench.timed(bench.rollout(texts and texts.select(range(size))))
             passes.clear()
             began, batches = clock.now, []
             for visit in visits:
-                batches.append(bench.timed(bench.rollout(texts and texts.select(range(size))), visit, learnt))
+                batches.append(bench.timed(bench.rollout(texts and texts.select(range(size))), visit))
                 if [c.tokens for c in batches[-1].completions] != plain[visit]:
                     raise SystemExit(f"{size} rows, {regime}: other tokens than by plain decoding; counts mean nothing")
             yield {"rows": size, "regime": regime, **counted(batches, passes, clock.now - began)}

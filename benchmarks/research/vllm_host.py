@@ -28,14 +28,12 @@ from vllm.v1.outputs import DraftTokenIds, LogprobsLists
 
 from benchmarks.research import host
 from specrl.config import load as cli
-from specrl.rollout.drafting.contexts import ContextTable
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.vllm import planned_v1
 from specrl.rollout.engines.vllm.device_scheduler import DraftLengths, set_lengths
 from specrl.rollout.engines.vllm.logits import LogitsBudget
 from specrl.rollout.engines.vllm.planned import PlannedDrafts
-from specrl.rollout.engines.vllm.planned_v2 import WorkerDrafts
 from specrl.rollout.engines.vllm.row import VLLMRow
 from specrl.rollout.engines.vllm.wire import keyed_args
 from specrl.rollout.sections import doc
@@ -83,9 +81,8 @@ class Rollout:
         rows = {f"request-{i}": VLLMRow(request, sampling=LAW) for i, request in enumerate(requests)}
         width = max(map(len, made.truths)) + DRAFT_TOKENS + 1
         self.texts = torch.tensor([[*text, *[host.EOS] * (width - len(text))] for text in made.truths])
-        drafting = Drafting(host.Unhurried(padded=False), ContextTable())
+        drafting = Drafting(host.Unhurried(padded=False))
         drafting.attach(host.Policy())
-        drafting.contexts.learn(made.others)
         drafting.begin(requests)
         drafting.propose = self.clock.timed("asking", drafting.propose)
         self.drafts = PlannedDrafts(
@@ -107,7 +104,7 @@ class Rollout:
             sampled = sample(runner, logits, metadata).sampled_token_ids.tolist()
             return [[token for token in row if token >= 0] for row in sampled], None
 
-        self._run(verified, lambda names: DraftTokenIds(names, [[] for _ in names]))
+        self._run(verified)
 
     def on_v2(self) -> None:
         """Workers send the tokens that they accepted, with log-probs."""
@@ -121,10 +118,10 @@ class Rollout:
                 sampled.append(tokens[: accept_exact(tokens, draft) + 1])
             return sampled, logprobs_of(sampled)
 
-        self._run(verified, lambda names: WorkerDrafts(names, [], {}))
+        self._run(verified)
 
-    def _run(self, verified, proposed) -> None:
-        """Args: verified: what workers sample and accept in a step; proposed: what they send for the next one."""
+    def _run(self, verified) -> None:
+        """Args: verified: what workers sample and accept in a step."""
         accept, propose = (
             self.clock.timed("accept", self.drafts.accept),
             self.clock.timed("propose", self.drafts.propose),
@@ -144,7 +141,7 @@ class Rollout:
                 observe(tokens, host.cost(len(names), tokens), rows, **counts)  # the seconds of a model
 
             self.drafts.drafting.budget.observe_pass = counted
-            drafts = propose(proposed(names)).draft_token_ids
+            drafts = propose(DraftTokenIds(names, [[] for _ in names])).draft_token_ids
             plan = {name: draft for name, draft in zip(names, drafts, strict=True) if draft}
             self.steps.append((len(names), self.clock.seconds))
         if [row.tokens for row in rows.values()] != self.truths:

@@ -20,7 +20,7 @@ class Draft:
 
     tokens: Sequence[int] = ()
     source: str = ""
-    """A drafter's `source`, `contexts` or `model`."""
+    """A drafter's `source`, or `model`."""
     logprobs: Sequence[float] | None = None
     """Of the tokens, under the distribution that sampled them; None if the acceptance rule does not need them."""
 

@@ -1,4 +1,4 @@
-"""Drafts of a pass, from the rows' drafters, the context table and a draft model, within the lengths of the budget."""
+"""Drafts of a pass, from the rows' drafters and a draft model, within the lengths of the budget."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING
 
-from specrl.rollout.drafting.budget import AcceptanceBucket, Budget, Plan
-from specrl.rollout.drafting.contexts import ContextTable
+from specrl.rollout.drafting.budget import Budget, Plan
 from specrl.rollout.drafting.draft import EMPTY, Draft, ask_all
 from specrl.rollout.drafting.suffix import SuffixDrafter
 from specrl.rollout.types import EngineStats, Request, RolloutError
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from specrl.rollout.engines.local.reader import Reader
     from specrl.rollout.engines.response import Response
 
-CONTEXT_TOKENS = 8  # of prompt and response that the context table sees
-
 
 class Drafting:
     """Proposes a draft for each row, and learns how much of it is accepted.
@@ -34,11 +31,7 @@ class Drafting:
 
     Args:
         budget: decides the draft lengths.
-        contexts: if not None, rows that speculate may also draft from the responses to all prompts.
         model: drafts for rows whose drafters have a lower acceptance.
-        redraws: rows may also draft the tokens that the last pass sampled after a rejected token. These were sampled
-            with the row's noise after a mostly correct text. This is keyed Jacobi iteration (arXiv 2510.24211), used
-            where its acceptance is higher.
     """
 
     verifies_once = False
@@ -48,19 +41,11 @@ class Drafting:
     asking: float | None = None
     """Seconds that the last `propose` took to get its drafts; None if no drafter was called."""
 
-    def __init__(
-        self,
-        budget: Budget | None = None,
-        contexts: ContextTable | None = None,
-        model: ModelDrafter | None = None,
-        redraws: bool = False,
-    ):
+    def __init__(self, budget: Budget | None = None, model: ModelDrafter | None = None):
         self.budget = budget or Budget()
-        self.contexts = contexts
         self.model = model
         self.keeps_states = model is not None and model.reads_states
         """The draft model reads the policy's final hidden states, which the policy's reader must keep."""
-        self.redraws = redraws
         self.vocab = 0
 
     def attach(self, policy: PackedModel) -> None:
@@ -129,21 +114,17 @@ class Drafting:
     ) -> int:
         """The row emits what a rule made of a pass that verified this draft; returns the number of its new tokens."""
         emitted = row.emit(accepted, eos_ids)
-        self.learn(row, draft, accepted.tokens, accepted.drafted, accepted.rejected_tail)
+        self.learn(row, draft, accepted.tokens, accepted.drafted)
         stats.count(draft.source, len(draft.tokens), min(accepted.drafted, emitted))
         return emitted
 
-    def learn(
-        self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int, rejected_tail: Sequence[int] = ()
-    ) -> None:
+    def learn(self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int) -> None:
         """Records how much of a row's draft was accepted, or would have been of a proposal that was not drafted.
 
         Args: see `verify.Accepted`.
         """
         if draft.source == "model" and draft.logprobs is not None:
             self.budget.drafter.observe_chain(draft.logprobs, drafted)
-        if self.redraws:
-            row.redraws = rejected_tail
         guess = draft.tokens
         accepted = drafted
         if not guess or draft.source != row.guess.source:
@@ -154,13 +135,9 @@ class Drafting:
             row.state = "agreeing" if accepted == length else "diverged" if accepted else "lost"
 
     def end(self, rows: Sequence[Response], stats: EngineStats) -> None:
-        """Ends the rollout. Later ones may draft from the responses of rows that speculate."""
+        """Ends the rollout."""
         if self.model:
             self.model.learn(row.tokens for row in rows)
-        if self.contexts is not None:
-            began = time.perf_counter()
-            self.contexts.learn((row.request.prompt, row.tokens) for row in rows if not row.request.plain)
-            stats.draft_s += time.perf_counter() - began
 
     def _without_model(self, rows: Sequence[Response]) -> tuple[Plan, list[Draft]]:
         began = time.perf_counter()
@@ -174,48 +151,24 @@ class Drafting:
         longest = self.budget.longest(len(rows), width)
         self._guess(rows, [min(longest, row.remaining - 1) for row in rows])
         plan = self.budget.plan([row.bucket for row in rows], self.model is not None, width)
-        drafts = self._drafts(rows, plan)
+        drafts = [
+            Draft([*row.guess.tokens[:length]], row.guess.source) if (length := plan.lengths[row.bucket]) else EMPTY
+            for row in rows
+        ]
         self.budget.observe_asking(any(draft.tokens for draft in drafts))
         self.asking = time.perf_counter() - began
         return plan, drafts
 
     def _guess(self, rows: Sequence[Response], limits: Sequence[int]) -> None:
-        """Calls the rows' drafters. A row uses its redraws instead if their estimated acceptance is higher."""
+        """Calls the rows' drafters."""
         drafters = [row.request.drafter if row.drafting else None for row in rows]
         worth = cache(self.budget.acceptance)
         texts = [row.tokens for row in rows]
         guesses = ask_all(drafters, texts, limits, self.vocab, worth)
-        for row, drafter, guess, limit in zip(rows, drafters, guesses, limits, strict=True):
+        for row, drafter, guess in zip(rows, drafters, guesses, strict=True):
             row.guess = guess
             quality = drafter.quality if type(drafter) is SuffixDrafter else row.state
             row.bucket = (quality, guess.source) if guess.tokens else None
-            if row.redraws and row.drafting and limit > 0:
-                bucket = row.state, "redraw"
-                if worth(bucket) > worth(row.bucket):
-                    row.guess = _joined(row.redraws, guess.tokens, limit)
-                    row.bucket = bucket
-
-    def _drafts(self, rows: Sequence[Response], plan: Plan) -> list[Draft]:
-        """Each row's proposal up to its bucket's length, or a draft from the context table with a higher gain."""
-        drafts = [
-            Draft([*row.guess.tokens[:length]], row.guess.source) if (length := plan.lengths[row.bucket]) else EMPTY
-            for row in rows
-        ]
-        if self.contexts is None or self.budget.window:
-            return drafts
-        price = plan.needed
-        highest = self.contexts.highest_gain(max((row.remaining for row in rows), default=1) - 1, price)
-        gains: dict[tuple[AcceptanceBucket, int], float] = {}
-        for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-            alike = row.bucket, len(draft.tokens)
-            if (gain := gains.get(alike)) is None:
-                gain = gains[alike] = self.budget.gain(*alike, price)
-            if highest > gain and row.drafting:
-                text = (*row.request.prompt[-CONTEXT_TOKENS:], *row.tokens[-CONTEXT_TOKENS:])
-                likely, _ = self.contexts.draft(text, row.remaining - 1, price, gain)
-                if likely:
-                    drafts[i] = Draft(likely, "contexts")
-        return drafts
 
     def _with_model(self, model: ModelDrafter, rows: Sequence[Response], drafts: list[Draft], plan: Plan) -> None:
         """Replaces the drafts of the rows that the draft model serves, if it has drafts for them."""
@@ -232,13 +185,6 @@ class Drafting:
         for i, tokens, logprobs in zip(indices, proposed, chain.logprobs, strict=False):  # tests draft for a few rows
             if tokens:
                 drafts[i] = Draft(tokens, "model", logprobs)
-
-
-def _joined(redraws: Sequence[int], text: Sequence[int], limit: int) -> Draft:
-    """The redraws, continued with the text if it has their last token at the same position."""
-    n = len(redraws)
-    rest = text[n:] if len(text) > n and text[n - 1] == redraws[-1] else ()
-    return Draft([*redraws[:limit], *rest], "redraw")
 
 
 def check_vocab(drafter: int, policy: int) -> None:

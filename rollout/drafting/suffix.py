@@ -164,7 +164,7 @@ class SuffixDrafter:
     prompt, or in the responses that the prompt's rows are generating. The candidate whose source and match quality had
     the highest acceptance is chosen. The method combines suffix matching (SuffixDecoding, arXiv 2411.04975),
     preference for longer matches (SAM decoding, arXiv 2411.10666), several sources (Hierarchy Drafting, arXiv
-    2502.05609), and selection by past acceptance (TAGE branch prediction, as in `ContextTable`).
+    2502.05609), and selection by past acceptance (TAGE branch prediction, Seznec and Michaud 2006).
 
     Args:
         texts: of the prompt, shared by the rows of one engine call. `propose` adds the row's new tokens to them.

@@ -36,8 +36,6 @@ class Response:
     """How much of that guess was accepted."""
     own: tuple[int, float] | None = None
     """See `Completion.own`."""
-    redraws: Sequence[int] = ()
-    """What the last pass sampled after rejected tokens: maybe what it will sample after the right ones."""
 
     @property
     def length(self) -> int:

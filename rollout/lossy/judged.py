@@ -114,9 +114,7 @@ class Judged(Drafting):
             writing = [i for i in writing if self._continues(rows[i], drafts[i].tokens)]
         return [*drafts]
 
-    def learn(
-        self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int, rejected_tail: Sequence[int] = ()
-    ) -> None:
+    def learn(self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int) -> None:
         """Does nothing: drafts have a fixed length."""
 
     def end(self, rows: Sequence[Response], stats: EngineStats) -> None:

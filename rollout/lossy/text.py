@@ -24,9 +24,7 @@ class TextOnce(Drafting):
         tokens = self.guess(row, row.remaining)
         return Draft(tokens, row.guess.source, (row.request.draft_logprobs or ())[: len(tokens)])
 
-    def learn(
-        self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int, rejected_tail: Sequence[int] = ()
-    ) -> None:
+    def learn(self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int) -> None:
         row.drafting &= drafted == len(draft.tokens)  # nothing after the first rejection
 
 
@@ -39,11 +37,9 @@ class ReadOrVerify(TextOnce):
     first proposal and `draft_logprobs`.
     """
 
-    def learn(
-        self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int, rejected_tail: Sequence[int] = ()
-    ) -> None:
+    def learn(self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int) -> None:
         if not draft.logprobs:
-            super().learn(row, draft, tokens, drafted, rejected_tail)
+            super().learn(row, draft, tokens, drafted)
 
     def rule(self, key: int, draft: Draft, samples: TargetSamples) -> Accepted:
         """An AcceptanceRule."""

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.long
 def small(monkeypatch, tmp_path):
     """Options of an ablation over eight short rows and two regimes."""
     monkeypatch.setattr(ablation, "SIZES", (1, 8, 64))
-    monkeypatch.setattr(ablation, "OTHERS", 16)
     monkeypatch.setattr(ablation, "WINDOWS", (8,))
     monkeypatch.setattr(ablation, "REGIMES", {"first epoch": None, "little drift": 0.02})
     shortened(load_tiny()[0], 2).save_pretrained(tmp_path / "short")

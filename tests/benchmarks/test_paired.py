@@ -16,7 +16,7 @@ from specrl.rollout.types import Completion, EngineStats, Row
 class ScriptedEngine:
     """Answers each call with one token a row, after the next of its scripted seconds."""
 
-    own_weights, drafting, weight_version = True, SimpleNamespace(contexts=None), 0
+    own_weights, weight_version = True, 0
 
     def __init__(self, clock, plain, specrl):
         self.clock, self.left = clock, {True: list(plain), False: list(specrl)}
@@ -82,9 +82,9 @@ def test_a_config_brings_its_prompts_engine_and_sampling(mine, tmp_path, capsys)
         ("texts cut at random", 4, 0),
         ("useless drafts", 4, 0),
     ]
-    bench, others, tokenizer = prepare(load(words, PairConfig, training=False))
+    bench, tokenizer = prepare(load(words, PairConfig, training=False))
     assert " many" in tokenizer.decode(bench.rows[0].prompt), "the file's question"
-    assert (len(bench.rows), len({row.example_id for row in bench.rows}), others) == (4, 2, [])
+    assert (len(bench.rows), len({row.example_id for row in bench.rows})) == (4, 2)
     rollout = bench.spec.rollout
     assert (rollout.temperature, rollout.top_k, rollout.max_new_tokens) == (0.5, 3, 6)
 
@@ -108,6 +108,6 @@ def test_all_cases_share_one_engine(mine, monkeypatch):
 
 def test_without_a_config_it_benches_as_many_problems_as_the_rows_take():
     config = options("rows=520", "dataset.level=hard")
-    bench, others, _ = prepare(config, others=8)
-    assert (config.model, len({row.example_id for row in bench.rows}), len(others)) == ("tiny", 65, 8)
+    bench, _ = prepare(config)
+    assert (config.model, len({row.example_id for row in bench.rows})) == ("tiny", 65)
     assert all("/hard/" in row.example_id for row in bench.rows)

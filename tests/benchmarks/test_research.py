@@ -107,7 +107,6 @@ def test_it_runs_to_its_end(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(judges, "RUN", [*kept, *JUDGES_RUN])
     monkeypatch.setitem(script("cotraining").SHARED, "share", 1.0)
     monkeypatch.setattr(ablation, "REGIMES", {"little drift": 0.02})
-    monkeypatch.setattr(ablation, "OTHERS", 8)
     for module, replaced in (
         (time, "perf_counter"),
         (PackedModel, "forward"),

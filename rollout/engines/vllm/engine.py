@@ -217,7 +217,7 @@ class VLLMEngine:
         if self.runner == "v1":
             self._llm.collective_rpc("specrl_install_v1", args=(drafts, rows_per_chunk(self.vocab, config.logits_mb)))
         else:
-            self._llm.collective_rpc("specrl_install_v2", args=(model is not None, self.drafting.redraws))
+            self._llm.collective_rpc("specrl_install_v2", args=(model is not None,))
         return Flow(llm=self._llm, drafts=drafts, logprobs=self.runner == "v2")
 
     def _calibrate(self) -> None:

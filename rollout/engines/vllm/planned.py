@@ -2,8 +2,8 @@
 
 The scheduler sends the draft tokens of a step to all workers together with its plan. Every worker samples with the
 requests' keys, so all of them accept the same tokens, and the scheduler gets these back (planned_v1.py, planned_v2.py).
-Drafters and their budget therefore need no worker in their process. What the workers sampled after rejected tokens
-comes back too. A draft model of vLLM's proposes on the device, see planned_model.py.
+Drafters and their budget therefore need no worker in their process. A draft model of vLLM's proposes on the device, see
+planned_model.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.response import refuse_unusable
 from specrl.rollout.engines.vllm.logits import LogitsBudget
 from specrl.rollout.engines.vllm.planned_model import ModelDrafts
-from specrl.rollout.engines.vllm.planned_v2 import WorkerDrafts
 from specrl.rollout.engines.vllm.row import VLLMRow
 from specrl.rollout.types import EngineStats
 from specrl.rollout.verify import AcceptanceRule, Accepted, exact
@@ -148,16 +147,13 @@ class PlannedDrafts:
     def propose(self, by_workers: DraftTokenIds) -> DraftTokenIds:
         """The step has ended. The drafts of the next one, those of unknown requests included, which have none.
 
-        Args: by_workers: of the requests of the last step: what they sampled after rejected tokens, in WorkerDrafts
-            beside the draft model's proposals.
+        Args: by_workers: the requests of the last step, with the draft model's proposals for them.
         """
         names = by_workers.req_ids
         began = time.perf_counter()
         self._observe(began - self.began)
         found = [self.rows.get(name) for name in names]
         rows = [row if row and row.tokens and row.finish is None else None for row in found]
-        if self.drafting.redraws:
-            self._keep_redraws(rows, by_workers)
         active = [row for row in rows if row]
         self.step = Step()
         if self.drafting.verifies_once:
@@ -174,16 +170,6 @@ class PlannedDrafts:
         self.began = time.perf_counter()
         self.stats.draft_s += self.began - began
         return DraftTokenIds(names, [[*row.draft.tokens] if row else [] for row in rows])
-
-    @staticmethod
-    def _keep_redraws(rows: Sequence[VLLMRow | None], by_workers: DraftTokenIds) -> None:
-        if isinstance(by_workers, WorkerDrafts):
-            redraws = by_workers.redraws
-        else:
-            redraws = dict(zip(by_workers.req_ids, by_workers.draft_token_ids, strict=True))
-        for name, row in zip(by_workers.req_ids, rows, strict=True):
-            if row and row.draft.source not in ("", "model"):  # none after vLLM's padding or the model's few tokens
-                row.redraws = redraws.get(name, ())
 
     def _observe(self, seconds: float) -> None:
         """The step took `seconds`, without the time to ask for the next drafts.

@@ -52,7 +52,7 @@ class ServedScheduler(PlannedScheduler):
         super().__init__(*args, **options)
         config = self.vllm_config
         self.drafts = PlannedDrafts(
-            drafting=Drafting(Budget(padded=False), redraws=True),
+            drafting=Drafting(Budget(padded=False)),
             draft_tokens=config.num_speculative_tokens,
             budget=logits_budget(config),
         )

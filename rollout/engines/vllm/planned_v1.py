@@ -71,7 +71,6 @@ class KeyedDrafter:
         self.chunk = rows_per_chunk(vllm_config.model_config.get_vocab_size(), RolloutConfig().logits_mb)
         """Positions sampled at a time; bounds the memory of the noise."""
         self._states: dict[str, KeyedState | None] = {}
-        self._redraws: list[list[int]] = []
         self._hidden: Tensor | None = None
         """Final hidden states of a step's logits, in their order, if the rule reads them."""
 
@@ -93,9 +92,8 @@ class KeyedDrafter:
         model.compute_logits = compute_logits
 
     def propose(self, sampled_token_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
-        """What each request of the last step sampled after its first rejected draft token, which is sent in place of a
-        draft."""
-        return self._redraws
+        """No drafts: those of the next step come with its plan."""
+        return [[] for _ in sampled_token_ids]
 
     def sample(self, runner: Any, logits: Tensor, metadata: Any) -> SamplerOutput:
         """The next tokens of all requests of a step, those without a key sampled by vLLM's own sampler.
@@ -108,11 +106,9 @@ class KeyedDrafter:
         allowed = _without_early_end(runner, logits, verified)
         sampled = np.full((len(names), max(counts) + 1), -1, np.int32)
         sampled[:, 0] = 0  # of prompts that are not read yet, which vLLM drops
-        self._redraws = [[] for _ in names]
         for row, accepted in self._accept(allowed, verified):
             sampled[row.index, 0] = -1  # none where the logits are unusable, see ServedScheduler
             sampled[row.index, : len(accepted.tokens)] = accepted.tokens
-            self._redraws[row.index] = [*accepted.rejected_tail]
         output = SamplerOutput(sampled_token_ids=torch.from_numpy(sampled).to(logits.device), logprobs_tensors=None)
         if (most := runner.input_batch.sampling_metadata.max_num_logprobs) is not None:
             output.logprobs_tensors = self._logprobs(runner, allowed, counts, output.sampled_token_ids, most)

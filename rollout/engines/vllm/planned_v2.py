@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,49 +16,12 @@ MODEL_TOKENS = 8
 """Most tokens of a draft model in one step: each costs a pass of the model for all rows, whether it is used or not."""
 
 
-@dataclass
-class WorkerDrafts(DraftTokenIds):
-    """What the workers have for the next drafts."""
-
-    redraws: dict[str, list[int]]
-    """By request, what it sampled after its first rejected draft token; see `Drafting`."""
-
-
-class RedrawVerifier(RolloutVerifier):
-    """Keeps what a step sampled after the first rejected draft token of each request."""
-
-    _names: Sequence[str] = ()
-    _parts: tuple[Tensor, ...] = ()
-    """Int64 [R, K + 1] each; -1 where a token was emitted, or none was sampled."""
-
-    def __call__(self, logits, input_batch, draft_logits=None, invalid_drafts=None):
-        self._names = input_batch.req_ids
-        self._parts = ()
-        return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
-
-    def accept(self, sampled: Tensor, cu_num_logits: Tensor, verify_draft_sampled: Tensor) -> tuple[Tensor, Tensor]:
-        tokens, counts = super().accept(sampled, cu_num_logits, verify_draft_sampled)
-        step = torch.arange(tokens.shape[1], device=tokens.device)
-        rejected = (step >= counts[:, None]) & (step < cu_num_logits.diff()[:, None])
-        self._parts += (torch.where(rejected, tokens, -1),)
-        return tokens, counts
-
-    def take_redraws(self) -> dict[str, list[int]]:
-        """The tokens of the last step, once, by request; a request without any is left out."""
-        parts = self._parts
-        self._parts = ()
-        if not parts:
-            return {}
-        rows = zip(self._names, torch.cat(parts).tolist(), strict=True)
-        return {name: [token for token in row if token >= 0] for name, row in rows if max(row) >= 0}
-
-
-def install_planned(runner: Any, with_model: bool, redraws: bool) -> None:
+def install_planned(runner: Any, with_model: bool) -> None:
     """Gives a worker's model runner the keyed sampler, and the drafts that come with the plan of each step.
 
-    Args: with_model: its draft model proposes; redraws: what it samples after rejected tokens is sent to the driver.
+    Args: with_model: its draft model proposes.
     """
-    install(runner, RedrawVerifier if redraws else RolloutVerifier)
+    install(runner, RolloutVerifier)
     update = runner.update_requests
 
     def update_requests(scheduler_output: SchedulerOutput) -> None:
@@ -74,15 +35,6 @@ def install_planned(runner: Any, with_model: bool, redraws: bool) -> None:
         shape = runner.max_num_reqs, runner.num_speculative_steps
         nothing = torch.zeros(shape, dtype=torch.int64, device=runner.device)
         runner.speculator.propose = lambda input_batch, *_, **__: nothing[: input_batch.num_reqs]
-    take = runner.take_draft_token_ids
-
-    def take_draft_token_ids() -> WorkerDrafts:
-        taken = take()
-        return WorkerDrafts(
-            taken.req_ids, taken.draft_token_ids, runner.rejection_sampler.take_redraws() if redraws else {}
-        )
-
-    runner.take_draft_token_ids = take_draft_token_ids
 
 
 def take_drafts(states: Any, drafts: dict[str, list[int]]) -> None:

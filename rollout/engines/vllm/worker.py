@@ -42,9 +42,9 @@ class WorkerExtension:
         """See KeyedDrafter.serve; in process only."""
         self.model_runner.drafter.serve(drafts, chunk, self.model_runner.model)
 
-    def specrl_install_v2(self, with_model: bool, redraws: bool) -> None:
+    def specrl_install_v2(self, with_model: bool) -> None:
         """Requests are sampled by their keys; drafts come with the scheduler's plan."""
-        install_planned(self.model_runner, with_model, redraws)
+        install_planned(self.model_runner, with_model)
         if with_model:
             self.weight_transfer_engine.drafter = self.get_draft_model()
 

@@ -125,7 +125,7 @@ def test_the_prompt_is_copied_from():
         (("prefix", "earlier"), {"prefix", "earlier"}),
         (("prefix", "prompt"), {"prefix", "prompt"}),
         (("group",), {"group"}),
-        (SOURCES, set(SOURCES) - {"contexts", "redraw"}),  # the engine's own
+        (SOURCES, set(SOURCES)),
     ],
 )
 def test_only_the_named_sources_draft(sources, want):

@@ -51,7 +51,7 @@ def rows_of(step):
 def trained(drifting, wrap=Spare, replay=0.0, announce=True, wrong=0, settings=(), between=lambda rollout: None):
     """Tokens and metrics of five rollouts, each with different weights. Args: wrong: added to announced visits."""
     model, versions = drifting()
-    engine = wrap(local(model, SAMPLING, own_weights=True, contexts=True, window=8))
+    engine = wrap(local(model, SAMPLING, own_weights=True, window=8))
     config = RolloutConfig(max_new_tokens=CAP, group_size=GROUP, replay=replay, **dict(settings))
     rollout = SpeculativeRollout(engine, TrajectoryCache(Fingerprint()), config, seed=3)
     visits, responses, metrics = Visits(), [], []

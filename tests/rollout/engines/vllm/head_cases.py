@@ -209,7 +209,6 @@ def test_the_counts_of_the_ablation_run_to_their_end(tmp_path, monkeypatch, caps
     model, _ = load_tiny()
     Head.of(model).save_pretrained(tmp_path / "head")
     monkeypatch.setattr(ablation, "REGIMES", {"little drift": 0.02})
-    monkeypatch.setattr(ablation, "OTHERS", 8)
     monkeypatch.setattr(vllm_head, "KINDS", {"head + texts": vllm_head.KINDS["head + texts"]})
     monkeypatch.setattr(vllm_head, "COUNTED", 2)
     for module, replaced in (

@@ -2,14 +2,12 @@
 
 # ruff: noqa: F811 - fixtures of device_cases, which tests name as arguments
 
-import random
 from dataclasses import replace
 
 import pytest
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from specrl.rollout.drafting.budget import Budget
-from specrl.rollout.engines.vllm import planned, planned_model, planned_v2, sampler
+from specrl.rollout.engines.vllm import planned_model, planned_v2, sampler
 from specrl.rollout.types import RolloutError
 from specrl.trainers.weights import PolicyWeights
 from tests.rollout.engines.vllm.device_cases import (
@@ -27,7 +25,7 @@ from tests.rollout.engines.vllm.engines import (
     spec_of,
     start,
 )
-from tests.rollout.golden import EOS_IDS, Script, all_wrong, corrupt, differing, requests_of
+from tests.rollout.golden import EOS_IDS, Script, all_wrong, differing, requests_of
 
 
 @pytest.fixture(scope="session")
@@ -81,31 +79,6 @@ def test_log_probs_are_those_of_the_engine_that_has_no_draft_model(engine_of, so
     assert exactly(engine.generate(requests_of(cases))[0]) == exactly(plain)
     monkeypatch.delattr(sampler.RolloutVerifier, "_get_logprobs_tensors")  # vLLM computes them once more
     assert exactly(engine.generate(requests_of(cases))[0]) != exactly(plain), "the planted fault is seen"
-
-
-def drafted(engine, cases, want) -> dict:
-    """Drafted and accepted tokens by source, where drafts are often wrong and the budget has seen none before."""
-    engine.drafting.budget = Budget(6, padded=False)
-    texts = [Script(corrupt(t, random.Random(i), 0.5)) for i, (t, _, _) in enumerate(want)]
-    done, stats = engine.generate(requests_of(cases, texts))
-    assert differing(done, want, 1e-4) == []
-    return stats.sources
-
-
-def test_rows_draft_what_two_ranks_sampled_after_a_rejected_token(engine_of, some, monkeypatch):
-    cases, want = some()
-    in_process = drafted(engine_of(parallel=1), cases, want)
-    assert in_process["redraw"][1] > 0
-    engine = engine_of()
-    assert drafted(engine, cases, want) == in_process
-    propose = planned.PlannedDrafts.propose
-
-    def late(drafts, by_workers):
-        redraws = {name: tokens[1:] for name, tokens in by_workers.redraws.items()}
-        return propose(drafts, replace(by_workers, redraws=redraws))
-
-    monkeypatch.setattr(planned.PlannedDrafts, "propose", late)
-    assert drafted(engine, cases, want) != in_process, "the planted fault is seen: tokens of the next position"
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ def test_without_texts_it_samples_as_the_transformers_engine(served, requests, p
     got = [p for row in plain[1] for p in row]
     assert got == pytest.approx([p for c in want for p in c.logprobs], abs=1e-4)
     late = 2 if RUNNER == "v2" else 0  # it receives a step's tokens when the next one runs
-    drafted = 3 if RUNNER == "v1" else 0  # prompts and redraws are drafted without texts
+    drafted = 3 if RUNNER == "v1" else 0  # prompts are drafted without texts
     assert -drafted <= plain[2] - max(map(len, plain[0])) <= late, "about a token a step"
 
 
@@ -121,7 +121,7 @@ def test_a_session_serves_two_visits_of_a_prompt(served):
         assert done == [c.tokens for c in TransformersEngine(served.model, SamplingParams(EOS_IDS)).generate(rows)[0]]
         for ticket, text in zip(tickets, done, strict=True):
             session.finish(ticket, text)
-        reused.append({*served.flow.stats.sources} - {"group", "prompt", "redraw"})
+        reused.append({*served.flow.stats.sources} - {"group", "prompt"})
     assert reused[0] == set() != reused[1], "drafts from stored texts"
 
 
