@@ -75,6 +75,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, Metric]:
         "spec/passes_max": highest(max(c.passes for c in done)),
         "spec/forward_tokens": count(stats.forward_tokens),
         "spec/ties": count(stats.ties),
+        "spec/tried_s": seconds(stats.tried_s),
         "perf/throughput": ratio(count(total), seconds(batch.total_s)),
         "spec/paused_ratio": mean(stats.paused, passes),
     }

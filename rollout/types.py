@@ -169,6 +169,8 @@ class EngineStats:
     """Passes without any draft."""
     draft_s: float = 0.0
     """Asking the drafters."""
+    tried_s: float = 0.0
+    """Estimated seconds that drafts took beyond what they saved; 0 where they saved some."""
     passes: int = 0
     forward_tokens: int = 0
     """Tokens pushed through the model, rejected ones and prompts included."""

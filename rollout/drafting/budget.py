@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
 from specrl.rollout.drafting.chain import LONG, Chain, DraftModelRecord
-from specrl.rollout.drafting.cost import FORGET, MOST, PRIOR, WEIGHT, CostModel, DraftingBackoff, emitted, prior
+from specrl.rollout.drafting.cost import FORGET, MOST, PRIOR, WEIGHT, Account, CostModel, emitted, prior
 from specrl.rollout.drafting.suffix import MatchQuality
 
 State = Literal["start", "agreeing", "diverged", "lost"]
@@ -61,7 +61,7 @@ class Budget:
         self.padded = padded
         self.drafter = DraftModelRecord()
         self._passes = CostModel()
-        self._backoff = DraftingBackoff()
+        self.account = Account()
         # Accepted tokens and rejected drafts of each bucket, and the cached sums, which are None until computed.
         self._counts: defaultdict[AcceptanceBucket, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._total: tuple[float, float] | None = None
@@ -120,14 +120,19 @@ class Budget:
                 to evaluate drafting.
         """
         self._passes.observe(tokens, seconds, rows, width)
-        if rows and not further:
+        saved_s = 0.0
+        if rows and not further and asking is not None:
             fixed, row = self._plain
-            worth = (fixed + row * rows) * emitted / rows
-            self._backoff.observe(rows, seconds, worth, asking)
+            saved_s = -asking
+            if tokens > rows:
+                saved_s += (fixed + row * rows) * emitted / rows - seconds
+        self.account.observe(seconds, saved_s)
 
     def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0, width: int = 0) -> None:
         """Records measured (tokens, seconds) of passes, see CostModel.calibrate."""
         self._passes.calibrate(passes, rows, width)
+        if not self.account.balance_s:
+            self.account.balance_s = passes[0][1]
 
     def observe_draft(self, bucket: AcceptanceBucket, drafted: int, accepted: int) -> None:
         """Records that the first `accepted` of a drafter's `drafted` tokens were, or would have been, accepted."""
@@ -143,22 +148,29 @@ class Budget:
             counts[:] = [FORGET * x for x in counts]
         self._total = None
         self.drafter.next_rollout()
-        self._backoff.restart()
+        self.account.open()
+
+    def end_rollout(self) -> float:
+        """The seconds that drafts cost beyond what they saved since `next_rollout`; 0 if they saved some."""
+        return self.account.close()
 
     # Plans ------------------------------------------------------------------------------------------------------
 
     def skipping_plan(self) -> Plan | None:
-        """A plan without drafts if drafting has not saved time recently, else None.
-
-        With a fixed window drafters are always called.
-        """
-        if self.window or not self._backoff.should_skip():
+        """A plan without drafts if the account is empty, else None. With a fixed window drafters are always called."""
+        if self.window or self.account.balance_s > 0:
             return None
         return Plan({}, frozenset(), 0.0, needed=self._needed)
 
-    def observe_asking(self, drafted: bool) -> None:
-        """Records that drafters were called for the next pass. Args: drafted: at least one row has a draft."""
-        self._backoff.observe_asking(drafted)
+    def affordable(self, buckets: Sequence[AcceptanceBucket], plan: Plan) -> Plan:
+        """The plan with drafts so short that the account would pay for them if all were rejected."""
+        if self.window:
+            return plan
+        lengths = plan.lengths
+        most = self.account.balance_s / plan.token_s
+        while 0 < sum(lengths[bucket] for bucket in buckets) > most:
+            lengths = {bucket: length // 2 for bucket, length in lengths.items()}
+        return replace(plan, lengths=lengths)
 
     def longest(self, rows: int, width: int = 0) -> int:
         """An upper bound on the draft lengths of a pass over `rows` rows.

@@ -1,4 +1,4 @@
-"""Fits the cost of a forward pass to measured passes, and decides whether drafting saves more than it costs."""
+"""Fits the cost of a forward pass to measured passes, and keeps account of what drafting saves and loses."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ FORGET = 0.5
 MOST = 0.9999
 """Highest estimate of a probability."""
 _FADE_FIT = 0.98  # factor on the weight of past passes at each pass
-_FADE = 0.85  # the same in DraftingBackoff, which must see when drafts begin to pay
-_JUDGED = 3  # total weight of passes with drafts that is needed to evaluate them
-_GAIN = 0.9  # maximum relative time with drafts, as their passes cost more than is measured
-_CLEAR = 0.6  # relative to the estimated time without drafts, below which drafting clearly pays
-_MOST_SKIPPED = 31  # consecutive passes without drafting
+SHARE = 0.015
+"""Of a rollout's seconds may be lost on drafts that do not pay."""
 
 
 def prior(match: int, source: str) -> float:
@@ -60,65 +57,38 @@ class CostModel:
         self._fitted = None
 
 
-class DraftingBackoff:
-    """Decides whether passes with drafts emit tokens faster than plain passes, and when to try drafts again.
+class Account:
+    """Seconds that drafts may lose.
 
-    A plan is an estimate that does not include the time taken to get drafts. While drafting does not pay, 3, 15 and
-    then 31 plain passes run before the next pass with drafts. The measurements are reset when half of the rows have
-    finished, as fewer rows gain more.
+    A pass with drafts pays in what it saved, or takes out what it lost, the time to get the drafts included. Every pass
+    pays in `SHARE` of its seconds. Drafts are verified only while the account would cover the rejection of all of them.
+    So a rollout loses at most `SHARE` of its time and what earlier drafts have saved, of which half is kept when the
+    weights change. The first rollout begins with the seconds of one pass.
     """
 
-    def __init__(self):
-        self._plain = [0.0] * 3  # passes, seconds, and seconds that plain passes would take for the same tokens
-        self.restart()
+    def __init__(self) -> None:
+        self.balance_s = 0.0
+        self._saved_s = 0.0  # by the drafts of this rollout
+        self._open = True
 
-    def restart(self) -> None:
-        """Resets the measurements of passes with drafts, whose gain may have changed. Plain passes cost the same."""
-        self._asked = [0.0] * 3
-        self._rows = 0
-        self._pause = 0
-        self._skipped = 0
+    def open(self) -> None:
+        """A rollout with drafts begins."""
+        self._open = True
+        self._saved_s = 0.0
+        self.balance_s *= FORGET
 
-    def should_skip(self) -> bool:
-        """Whether the next pass runs without drafting."""
-        skip = self._skipped < self._pause
-        self._skipped += skip
-        return skip
+    def close(self) -> float:
+        """The rollout has ended; plain rollouts, which pay in nothing, may follow. Returns the seconds that it lost."""
+        self._open = False
+        lost_s = max(0.0, -self._saved_s)
+        self._saved_s = 0.0
+        return lost_s
 
-    def observe_asking(self, drafted: bool) -> None:
-        """Records that drafters were called for the next pass. Args: drafted: at least one row has a draft."""
-        self._skipped = 0
-        if drafted and self.pays():
-            self._pause = 0
-        elif drafted and not self._plain[0]:
-            self._pause = 1  # one plain pass is needed as the baseline
-        else:
-            self._pause = min(4 * self._pause + 3, _MOST_SKIPPED)
-
-    def observe(self, rows: int, seconds: float, worth: float, asking: float | None) -> None:
-        """Records a pass of `rows` rows that took `seconds`.
-
-        Args:
-            worth: seconds that plain passes would take for the same number of tokens.
-            asking: seconds taken to get the drafts of this pass, None if no drafter was called. It is an argument
-                because drafters may have been called for other passes since. A pass without is the baseline, also if
-                vLLM's draft model has drafted for it.
-        """
-        if 2 * rows <= self._rows:
-            self._plain = [0.0] * 3
-            self.restart()
-        self._rows = self._rows or rows
-        sums = self._plain if asking is None else self._asked
-        new = 1.0, seconds + (asking or 0.0), worth
-        sums[:] = [_FADE * x + y for x, y in zip(sums, new, strict=True)]
-
-    def pays(self) -> bool:
-        """Whether drafting pays; True if unknown. Unless it clearly pays, a plain pass is needed as the baseline."""
-        plain, plain_s, plain_worth = self._plain
-        asked, asked_s, asked_worth = self._asked
-        if asked < _JUDGED or asked_s <= _CLEAR * asked_worth:
-            return True
-        return plain > 0 and asked_s * plain_worth <= _GAIN * plain_s * asked_worth
+    def observe(self, seconds: float, saved_s: float) -> None:
+        """Records a pass that took `seconds`, and the seconds that its drafts saved, negative if they lost some."""
+        if self._open:
+            self.balance_s += SHARE * seconds + saved_s
+            self._saved_s += saved_s
 
 
 def emitted(p: float, k: int) -> float:

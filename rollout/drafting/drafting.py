@@ -136,6 +136,7 @@ class Drafting:
 
     def end(self, rows: Sequence[Response], stats: EngineStats) -> None:
         """Ends the rollout."""
+        stats.tried_s = self.budget.end_rollout()
         if self.model:
             self.model.learn(row.tokens for row in rows)
 
@@ -150,12 +151,14 @@ class Drafting:
         width = max((row.length for row in rows), default=1)
         longest = self.budget.longest(len(rows), width)
         self._guess(rows, [min(longest, row.remaining - 1) for row in rows])
-        plan = self.budget.plan([row.bucket for row in rows], self.model is not None, width)
+        buckets = [row.bucket for row in rows]
+        plan = self.budget.plan(buckets, self.model is not None, width)
+        if not self.model:
+            plan = self.budget.affordable(buckets, plan)
         drafts = [
             Draft([*row.guess.tokens[:length]], row.guess.source) if (length := plan.lengths[row.bucket]) else EMPTY
             for row in rows
         ]
-        self.budget.observe_asking(any(draft.tokens for draft in drafts))
         self.asking = time.perf_counter() - began
         return plan, drafts
 

@@ -40,6 +40,7 @@ def batch(rows: int, step: float) -> RolloutBatch:
         verify_s=2 * step,
         decode_s=3 * step,
         draft_s=4 * step,
+        tried_s=8 * step,
         forward_tokens=round(50 * step),
         drafted=5 * rows + 7,
         accepted=accepted,
@@ -93,7 +94,7 @@ def test_what_comes_later_in_a_step_counts_as_if_it_had_been_one_batch():
 
 def test_processes_count_as_one_batch_whose_seconds_are_the_slowest_one_s():
     whole = SMALL + LARGE
-    for part in ("prefill_s", "verify_s", "decode_s", "draft_s", "route_s"):
+    for part in ("prefill_s", "verify_s", "decode_s", "draft_s", "tried_s", "route_s"):
         setattr(whole.stats, part, getattr(SMALL.stats, part))
     whole.lookup_s, whole.store_s, whole.total_s = SMALL.lookup_s, SMALL.store_s, SMALL.total_s
     small, large = metrics_of(SMALL), metrics_of(LARGE)

@@ -2,9 +2,6 @@
 
 import math
 import random
-from collections import deque
-from functools import partial
-from itertools import pairwise
 
 import pytest
 
@@ -255,57 +252,6 @@ def test_no_window_is_longer_than_what_is_asked_for():
         rows = [rng.choice([*kinds, None]) for _ in range(rng.choice([1, 8, 64]))]
         assert max(windows(budget, rows)) <= budget.longest(len(rows))
     assert Budget(7).longest(3) == 7
-
-
-def asked(passes: int, brings: float, asking: float, rows: int = 64, cohorts: int = 1, model: bool = False):
-    """Passes whose drafters are called, if drafts add `brings` tokens a row and the calls take `asking` passes.
-
-    Args:
-        cohorts: concurrent passes, each with different rows.
-        model: vLLM's draft model drafts for every pass, also where no drafter is called.
-    """
-    kind, plain, found, flights = ("agreeing", "group"), 0.02, [], deque()
-    budget = trained(0.5 * plain, 0.5 * plain / rows, {kind: 0.9})
-    for i in range(passes):
-        if len(flights) == cohorts:
-            flights.popleft()()
-        resting = budget.skipping_plan()
-        if resting is None:
-            found.append(i)
-            assert budget.plan([kind] * rows).lengths[kind], "by acceptances alone they pay"
-            budget.observe_asking(drafted=True)
-        if resting:
-            flights.append(partial(budget.observe_pass, rows * (1 + model), plain, rows, 100, rows))
-        else:
-            passed = 2 * rows, 1.5 * plain, rows, 100, brings * rows
-            flights.append(partial(budget.observe_pass, *passed, asking=asking * plain))
-    return found
-
-
-@pytest.mark.parametrize(("brings", "asking"), [(1.4, 0.0), (1.0, 0.1), (1.55, 0.2)])
-def test_drafts_that_do_not_pay_together_rest_however_good_they_look(brings, asking):
-    """Passes with drafts take 1.5 times as long. Only the tokens per second count, with the time of the drafters."""
-    rested = asked(400, brings, asking)
-    assert len(rested) < 400 / 32 + 10
-    assert [b - a for a, b in pairwise(rested)][-8:] == [32] * 8
-
-
-def test_two_cohorts_rest_and_draft_as_one_does():
-    """With one shared variable for the calls' seconds, one cohort's passes were never evaluated and it kept drafting at
-    a loss, while the other stopped although drafts paid.
-    """
-    assert len(asked(400, brings=1.0, asking=0.0, cohorts=2)) < 400 / 32 + 12
-    assert len(asked(400, brings=2.0, asking=0.0, cohorts=2)) > 395
-
-
-@pytest.mark.parametrize(
-    ("brings", "asking", "model"), [(1.8, 0.0, False), (1.95, 0.2, False), (1.8, 0.0, True), (2.2, 0.2, True)]
-)
-def test_drafts_that_pay_are_asked_for_in_every_pass_but_one(brings, asking, model):
-    """One early pass without them is the baseline of the comparison, also if a draft model drafts for it."""
-    found = asked(400, brings, asking, model=model)
-    (plain,) = set(range(400)) - set(found)
-    assert plain < 8
 
 
 def test_tokens_that_attend_to_more_cost_more():

@@ -1,0 +1,129 @@
+"""Drafts that do not pay cost next to nothing: rollouts of a simulated machine, whose passes take a known time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from specrl.rollout.drafting.budget import Budget
+from specrl.rollout.drafting.cost import SHARE, Account
+
+MACHINES = {  # seconds of a pass, of each of its rows, and of each of its tokens
+    "a small model on a CPU": (6.4e-3, 1.7e-4, 2.0e-5),
+    "a real model on a CPU": (45e-3, 4e-4, 2.0e-3),
+    "a GPU": (8.0e-3, 2e-5, 3e-5),
+}
+ROWS = {"a small model on a CPU": (8, 32, 64, 256), "a real model on a CPU": (8, 16, 32), "a GPU": (8, 32, 256)}
+TOKENS, ROLLOUTS = 96, 6
+
+
+@dataclass
+class Text:
+    """The draft of a row: the first `right` tokens are what it samples, and later ones with probability `later`."""
+
+    right: int
+    later: float
+
+    def accepted(self, position: int, drafted: int, rng: random.Random) -> int:
+        for k in range(drafted):
+            if position + k >= self.right and rng.random() >= self.later:
+                return k
+        return drafted
+
+
+TEXTS = {
+    "useless": lambda rng: Text(0, 0.02),
+    "cut": lambda rng: Text(rng.randrange(TOKENS), 0.02),
+    "drifted": lambda rng: Text(rng.randrange(TOKENS // 2), 0.4),
+    "old text at high entropy": lambda rng: Text(0, 0.3),
+    "the first half": lambda rng: Text(TOKENS // 2, 0.02),
+}
+
+
+def rollouts(machine: str, rows: int, text: str, asking: float = 0.01, load: float = 0.0) -> float:
+    """Seconds of plain decoding over those with drafts, for some rollouts of one run.
+
+    Args:
+        asking: time to get the drafts of a pass, as a share of `fixed`.
+        load: other work makes each pass longer by up to this factor.
+    """
+    fixed, row_s, token_s = MACHINES[machine]
+    rng = random.Random(0)
+    budget = Budget(padded=False)
+
+    def pass_s(live: int, tokens: int) -> float:
+        return (fixed + row_s * live + token_s * tokens) * (1 + load * rng.random())
+
+    for live, tokens in ((1, 1), (1, 256), (32, 32)):
+        budget.calibrate([(tokens, pass_s(live, tokens))], live)
+    plain_s = spent_s = 0.0
+    for _ in range(ROLLOUTS):
+        budget.next_rollout()
+        texts = [TEXTS[text](rng) for _ in range(rows)]
+        lengths = [rng.randint(TOKENS // 2, TOKENS) for _ in range(rows)]
+        states, emitted = ["start"] * rows, [0] * rows
+        for passed in range(TOKENS):
+            live = sum(length > passed for length in lengths)
+            plain_s += pass_s(live, live) if live else 0.0
+        while active := [i for i in range(rows) if emitted[i] < lengths[i]]:
+            spent_s += one_pass(budget, active, texts, states, emitted, pass_s, asking * fixed, rng)
+        budget.end_rollout()
+    return plain_s / spent_s
+
+
+def one_pass(budget, active, texts, states, emitted, pass_s, asking, rng) -> float:
+    """What an engine does for a pass of the rows `active`. Returns its seconds, those of the drafters included."""
+    before = sum(emitted[i] for i in active)
+    asked = budget.skipping_plan() is None
+    plan = {}
+    if asked:
+        buckets = [(states[i], "prefix") for i in active]
+        plan = budget.affordable(buckets, budget.plan(buckets)).lengths
+    drafts = {i: plan[states[i], "prefix"] if asked else 0 for i in active}
+    tokens = len(active) + sum(drafts.values())
+    seconds = pass_s(len(active), tokens)
+    for i, drafted in drafts.items():
+        seen = drafted or 1  # where nothing is drafted the first token of the proposal is compared with the sample
+        accepted = texts[i].accepted(emitted[i], seen, rng)
+        if asked:
+            budget.observe_draft((states[i], "prefix"), seen, accepted)
+            states[i] = "agreeing" if accepted == seen else "diverged" if accepted else "lost"
+        emitted[i] += 1 + (accepted if drafted else 0)
+    new = sum(emitted[i] for i in active) - before
+    budget.observe_pass(tokens, seconds, len(active), emitted=new, asking=asking if asked else None)
+    return seconds + asking * asked
+
+
+@pytest.mark.parametrize(("asking", "load"), [(0.01, 0.0), (0.2, 0.0), (0.01, 1.0)])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_no_text_makes_a_rollout_slower(machine, asking, load):
+    found = {(rows, text): rollouts(machine, rows, text, asking, load) for rows in ROWS[machine] for text in TEXTS}
+    assert min(found.values()) > 0.98 - 0.02 * load, found
+
+
+def test_what_pays_is_drafted():
+    assert rollouts("a GPU", 32, "the first half") > 1.7
+    assert rollouts("a real model on a CPU", 8, "the first half") > 1.4
+    assert rollouts("a small model on a CPU", 256, "drifted") > 1.5
+
+
+def worst(machine: str, asking: float = 0.01) -> float:
+    return min(rollouts(machine, rows, text, asking) for rows in ROWS[machine] for text in TEXTS)
+
+
+def unpaid(self, seconds, saved_s):
+    """Planted: what drafts lose is not charged."""
+    self.balance_s += SHARE * seconds + max(saved_s, 0.0)
+
+
+def test_control_losses_that_are_not_charged_are_seen(monkeypatch):
+    monkeypatch.setattr(Account, "observe", unpaid)
+    assert worst("a small model on a CPU", asking=0.2) < 0.96
+
+
+def test_control_the_evidence_of_another_bucket_is_seen(monkeypatch):
+    learn = Budget.observe_draft
+    monkeypatch.setattr(Budget, "observe_draft", lambda self, _, *seen: learn(self, ("agreeing", "prefix"), *seen))
+    assert worst("a real model on a CPU") < 0.98
