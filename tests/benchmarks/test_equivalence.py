@@ -15,7 +15,7 @@ from specrl.rollout.config import RolloutConfig
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Row
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 # Statistics -----------------------------------------------------------------------------------------------------------
 

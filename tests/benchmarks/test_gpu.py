@@ -84,7 +84,7 @@ report.save()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_fails_costs_itself_alone(tmp_path):
     out, alive = tmp_path / "out.json", tmp_path / "alive"
     done = run(FAKES, str(out), str(alive), timeout=60)

@@ -29,7 +29,7 @@ def context(tmp_path):
     return Context(CPU, SMALL, Report(tmp_path / "out.json", {"phases": {}}))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_row_that_differs_in_float32_is_a_fault(context, monkeypatch):
     bench = numerics.Numerics(context, dataclasses.replace(SMALL.smaller), torch.float32)
     bench.prepare()

@@ -68,7 +68,7 @@ def mine(tmp_path):
     return tmp_path / "mine.yaml"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_config_brings_its_prompts_engine_and_sampling(mine, tmp_path, capsys):
     out = tmp_path / "out.json"
     words = [f"config={mine}", "rows=4", "repeats=1", "rollout.top_k=3", f"out={out}"]
@@ -89,7 +89,7 @@ def test_a_config_brings_its_prompts_engine_and_sampling(mine, tmp_path, capsys)
     assert (rollout.temperature, rollout.top_k, rollout.max_new_tokens) == (0.5, 3, 6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_cases_share_one_engine(mine, monkeypatch):
     """vLLM's sleep mode takes one a process."""
     built = []

@@ -23,7 +23,7 @@ def test_mistakes_are_one_line(words, message, capsys):
     assert error.count("\n") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sources", "off"), [(["prefix", "position"], 1e-6), (["prefix", "position", "earlier", "group"], 0.03)]
 )

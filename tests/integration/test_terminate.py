@@ -21,7 +21,7 @@ from specrl.trainers.checkpoint import completed, newest
 from tests.runs import ROOT, by_two_processes, run, words
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_terminated_run_saves_and_resumes_as_the_uninterrupted_one(tmp_path):
     uninterrupted = run(tmp_path / "uninterrupted", trainer__epochs=6)
     long = words(tmp_path, trainer__epochs=40)  # enough to be hit
@@ -109,7 +109,7 @@ def interrupted(tmp_path, monkeypatch, capfd):
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ctrl_c_saves_the_step_and_the_run_goes_on_as_the_uninterrupted_one(tmp_path, interrupted):
     options = {"trainer__max_steps": 4}
     uninterrupted = run(tmp_path, name="uninterrupted", **options)

@@ -116,7 +116,7 @@ def test_no_imports_go_in_circles():
     assert circles(sources(ROOT)) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_plain_run_imports_no_extension():
     path = imported()
     assert "trainers/grpo/trainer.py" in path

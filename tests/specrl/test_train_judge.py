@@ -12,7 +12,7 @@ from specrl.train_judge import TrainJudgeConfig
 from specrl.train_judge import main as train_judge
 from tests import runs
 
-pytestmark = pytest.mark.slow  # commands on a pair of models
+pytestmark = pytest.mark.long  # commands on a pair of models
 REWARD = "[tests.specrl.test_train_judge:few_digits]"
 
 

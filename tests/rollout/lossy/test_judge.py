@@ -202,7 +202,7 @@ def by_window(models, plain, head, waits=True):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_window_changes_no_accepted_text(models, plain):
     """Every token that can be judged is judged, in whichever pass."""
     head = JudgeHead(torch.randn(32, generator=torch.Generator().manual_seed(0)), 0.0, 0.9)

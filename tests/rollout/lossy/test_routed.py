@@ -157,7 +157,7 @@ def test_a_wrong_noise_position_after_a_step_is_caught(models, monkeypatch):
     assert [c.tokens for c in done] != [c.tokens for c in plain(models[0], asked)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_kv_is_kept_between_steps_and_that_of_another_row_is_caught(models, monkeypatch):
     asked, routing = requests(), engine(models, ALWAYS, step_end(EVERY, 99))
     done, stats = routing.generate(asked)
@@ -181,7 +181,7 @@ def test_kv_is_kept_between_steps_and_that_of_another_row_is_caught(models, monk
 TWO = [a + b for a in LETTERS[:6] for b in LETTERS[:30]]  # half of the tokens may end a step, one in twenty does
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_step_that_ends_at_the_first_token_that_may_end_it_is_caught(models, monkeypatch):
     asked, end = requests(cap=40), StepEnd(TWO, decode, {EOS}, 40, len(NAMES))
     router, want = AcceptanceRule(odd), naive(models, asked, lambda n: n % 2, end)
@@ -328,7 +328,7 @@ def test_a_score_out_of_range_is_no_step_to_keep_whatever_the_threshold():
     assert (decision.escalate, decision.faults) == ([True], 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "end",
     [StepEnd([" "], lambda tokens: " " * len(tokens), {EOS}, 30, len(NAMES)), step_end(["?"], 5)],

@@ -25,7 +25,7 @@ from specrl.train_router import TrainRouterConfig
 from specrl.train_router import main as train_router
 from tests import runs
 
-pytestmark = pytest.mark.slow  # commands on a pair of models
+pytestmark = pytest.mark.long  # commands on a pair of models
 
 
 @pytest.fixture(scope="module")

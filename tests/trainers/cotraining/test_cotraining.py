@@ -15,7 +15,7 @@ from specrl.trainers.cotraining.trainer import DrafterTrainer
 from tests import runs
 from tests.runs import SHORT, differences, run
 
-pytestmark = pytest.mark.slow  # complete runs
+pytestmark = pytest.mark.long  # complete runs
 
 ON = {
     "trainer__drafter__train": "true",

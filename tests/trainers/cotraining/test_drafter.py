@@ -119,7 +119,7 @@ def same(a, b):
 # Following ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "objective", "gain"), [("model", "tvd", 0.1), ("head", "forward_kl", 0.04)])
 def test_co_training_follows_a_moving_policy(build_model, untrained, kind, objective, gain):
     """On rollouts not yet learned from, agreement is above that of the initial drafter (steps 18 to 23)."""
@@ -129,7 +129,7 @@ def test_co_training_follows_a_moving_policy(build_model, untrained, kind, objec
     assert run[0]["drafter/agreement"] == still[0]["drafter/agreement"], "before the first update"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("wrong", "gain"), [("sign", 0.0), ("tokens", 0.0), ("positions", 0.08)])
 def test_a_wrong_objective_teaches_no_more_than_frequencies(build_model, untrained, monkeypatch, wrong, gain):
     """Controls of the test above. The distributions at other positions still reveal which tokens are common."""
@@ -334,7 +334,7 @@ def taught(drafter, policy, rank=0, processes=1):
     return {"losses": losses, "weights": [p.double().abs().sum().item() for p in drafter.parameters()]}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_of_a_sharded_policy_teach_as_one_does(build_model, tmp_path, monkeypatch):
     """Gradients are averaged over the tokens of both, so that their drafters stay the same."""
     from tests.runs import by_two_processes  # it imports a trainer, and the processes import this file
