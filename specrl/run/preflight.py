@@ -19,6 +19,7 @@ from specrl.run import policy
 from specrl.run.data import left_out, load_examples
 from specrl.run.hub import on_hub
 from specrl.run.lora import check_targets
+from specrl.run.smollm2 import PACKAGES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,6 +49,7 @@ def _packages(config: Config, training: bool) -> Iterator[str]:
         "math_verify": ("math" in functions, f"reward.functions={plain(functions)} needs math-verify", "math"),
         "vllm": (engine == "vllm", f"rollout.engine={engine} needs vLLM", "vllm"),
         "ray": (workers, f"cluster.num_workers={workers} needs Ray", "ray"),
+        **dict.fromkeys(PACKAGES, (config.model == "smollm2", "model=smollm2 is in a package", "smollm2")),
         "peft": (rank, f"lora.rank={rank} needs peft", "peft"),
     }
     for module, (used, why, extra) in wanted.items():

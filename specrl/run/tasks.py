@@ -43,6 +43,7 @@ class Level:
 
 
 RULES = {
+    "single": Level(steps=(1, 1), start=(2, 20), amount=(1, 9), largest=29, packs=0.0),
     "easy": Level(steps=(3, 4), start=(20, 79), amount=(10, 49), largest=199, packs=0.0),
     "medium": Level(steps=(4, 7), start=(30, 149), amount=(10, 99), largest=399, packs=0.0),
     "hard": Level(steps=(6, 9), start=(100, 399), amount=(10, 199), largest=999, packs=0.25),
@@ -57,7 +58,8 @@ def arithmetic(split: Literal["train", "test"], size: int, seed: int = 0, level:
         split: "train" or "test"; no prompt occurs in both.
         size: number of problems.
         seed: different seeds give different problems.
-        level: "easy", "medium", "hard", "mixed" (shares in `MIX`), or "large" (numbers for a calculator).
+        level: "single" (one step), "easy", "medium", "hard", "mixed" (shares in `MIX`), or "large" (numbers for a
+            calculator).
     """
     return [_problem(split, index, seed, level) for index in range(size)]
 

@@ -2,8 +2,8 @@
 
     python -m tests.trainers.grpo.matrix OUT MODE KIND,KIND,... [URL]
 
-MODE: transformers, colocate or server (of `python -m specrl.serve` at URL). KIND: single, rloo, tools, async or
-environment. The colocated engine computes in float32, so that its log-probs can be compared with the trainer's; with
+MODE: transformers, colocate or server (of `python -m specrl.serve` at URL). KIND: single, smollm2, rloo, tools, async
+or environment. The colocated engine computes in float32, so that its log-probs can be compared with the trainer's; with
 rloo in bfloat16, as TRL starts it.
 """
 
@@ -17,10 +17,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from specrl.rollout.config import RolloutConfig
+from specrl.rollout.sections import BudgetConfig
+from specrl.run.smollm2 import directory
+from specrl.tiny import load
 from tests.trainers.grpo.scripts import Run, make, make_conversations, train
 
-TURNS = {"single": 1, "rloo": 1, "tools": 3, "async": 3, "environment": 3}
+TURNS = {"single": 1, "smollm2": 1, "rloo": 1, "tools": 3, "async": 3, "environment": 3}
 """Turns of the longest conversation of a script."""
 
 
@@ -28,7 +33,8 @@ def main(out: str, mode: str, kinds: str, url: str = "") -> None:
     for kind in kinds.split(","):
         runs = {}
         for acceptance in ("off", "exact"):
-            config = RolloutConfig(acceptance=acceptance, measure_every=3)
+            window = BudgetConfig(8 if kind == "smollm2" else 0)  # its passes are long, and drafts seldom pay on a CPU
+            config = RolloutConfig(acceptance=acceptance, measure_every=3, budget=window)
             with in_float32() if mode == "colocate" and kind != "rloo" else nullcontext():
                 runs[acceptance] = summary(run(Path(out, kind, acceptance), config, mode, kind, url))
         Path(out, f"{kind}.json").write_text(json.dumps(runs), encoding="utf-8")
@@ -60,10 +66,18 @@ def run(folder: Path, config: RolloutConfig, mode: str, kind: str, url: str) -> 
     elif mode == "colocate":
         options |= {"use_vllm": True, "vllm_mode": mode, "vllm_max_model_length": 900}
         options["vllm_gpu_memory_utilization"] = 0.1
+    if kind == "smollm2":
+        options |= {"max_completion_length": 16, "temperature": 0.3, "learning_rate": 1e-6, "policy": real}
+        return train(folder, config, None, make, **options)
     if kind in ("single", "rloo"):
         options |= {"kind": "rloo" if kind == "rloo" else "grpo", "max_completion_length": 100}
         return train(folder, config, None, make, **options)
     return train(folder, config, None, make_conversations, tools=kind, **options)
+
+
+def real() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The real language model and its tokenizer."""
+    return load(directory())
 
 
 def in_float32() -> AbstractContextManager:

@@ -102,6 +102,7 @@ def make(folder, config: RolloutConfig | None = None, data=(A, B), kind="grpo", 
     """A script with single turns. One prompt a batch unless `per_device_train_batch_size` is set."""
     evaluated = options.pop("evaluated", ())
     peft_config = options.pop("peft_config", None)
+    policy = options.pop("policy", load_tiny)
     shape = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 16}
     return build(
         folder,
@@ -111,6 +112,7 @@ def make(folder, config: RolloutConfig | None = None, data=(A, B), kind="grpo", 
         reward_funcs=lambda completions, **_: [float(len(str(c)) % 7) for c in completions],
         train_dataset=data if isinstance(data, IterableDataset) else _dataset(data),
         eval_dataset=_dataset(evaluated) if evaluated else None,
+        policy=policy,
         peft_config=peft_config,
     )
 
@@ -138,9 +140,9 @@ def make_conversations(folder, config: RolloutConfig | None = None, tools="tools
     )
 
 
-def build(folder, config, kind: str, options: dict[str, Any], **given) -> Run:
+def build(folder, config, kind: str, options: dict[str, Any], policy=load_tiny, **given) -> Run:
     torch.manual_seed(0)
-    model, tokenizer = load_tiny()
+    model, tokenizer = policy()
     if "tools" in given or "environment_factory" in given:
         tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSE
     common = {"learning_rate": 1e-4, "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no"}
