@@ -67,6 +67,7 @@ RIVALS = "benchmarks.rivals config=grpo_math_vllm rows=32 out={out}/result.json"
 COMPILED = ONE_THREAD | {"TORCH_COMPILE_DISABLE": "0"}
 AHEAD = "benchmarks.ahead out={out}/result.json"
 TWINS = "benchmarks.twins out={out}/result.json"
+REAL = "benchmarks.real rollout.max_new_tokens=64 out={out}/result.json"
 SMALL = "trainer.prompts_per_step=2 dataset.train_size=32"
 LONG = "rollout.max_new_tokens=220 rollout.tokens_per_pass=4096"
 FIGURES = {
@@ -104,6 +105,8 @@ FIGURES = {
     "ahead-fresh": Figure((f"{AHEAD} case=fresh trainer.epochs=1 {SMALL}",), json_file),
     "evaluations": Figure(("benchmarks.evaluations out={out}/result.json",), json_file, ONE_THREAD),
     "turns": Figure(("benchmarks.turns out={out}/result.json",), json_file, ONE_THREAD),
+    "real": Figure((REAL,), json_file),
+    "real-gpu": Figure((f"{REAL} gpu=1.5B repeats=1",), json_file),
     "twins": Figure((TWINS,), json_file, ONE_THREAD),
     "twins-vllm": Figure(
         (f"{TWINS} rollout.engine=vllm 'arms=[the same again,beta 0.02,lr x 0.5,ppo]'",), json_file, ONE_THREAD
@@ -125,6 +128,7 @@ def main(config: FiguresConfig) -> int:
         page = ROOT / name
         page.write_text(rendered(page.read_text(encoding="utf-8")), encoding="utf-8")
     picture.draw()
+    picture.draw_kinds()
     return 0
 
 

@@ -13,7 +13,7 @@ from specrl.results import tables
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/vllm.md", "docs/ahead.md", "benchmarks/README.md")
+PAGES = ("README.md", "docs/two_kinds.md", "docs/vllm.md", "docs/ahead.md", "benchmarks/README.md")
 BLOCK = re.compile(r"(<!-- figure: ([\w-]+) -->\n).*?(<!-- /figure -->)", re.DOTALL)
 
 
@@ -149,6 +149,37 @@ def useless() -> str:
     return "{:.2f}x ({:.2f} to {:.2f})".format(case["speedup"], *case["speedup_range"])
 
 
+def real() -> list[str]:
+    """Both kinds of drafts on the real language model by temperature: measured, and on a simulated GPU."""
+    rows = []
+    for here, gpu in zip(*(load(name)["result"]["lines"] for name in ("real", "real-gpu")), strict=True):
+        reading = here["reading"]
+        shares = (f"{reading[name]:.2f}" for name in ("entropy", "fresh", "same_key"))
+        speeds = [[f"{timing['speedup']:.2f}x" for timing in line["timings"]] for line in (here, gpu)]
+        passes = (f"{timing['plain_passes']} -> {timing['passes']}" for timing in gpu["timings"])
+        pairs = zip(*speeds, passes, strict=True)
+        rows.append((f"{here['temperature']:g}", *shares, *(f"{a}; {b}, {n} passes" for a, b, n in pairs)))
+    columns = ("temperature", "entropy", "p(old token)", "same key", "old text, fresh noise", "text under the same key")
+    return [
+        *tables.markdown(columns, rows),
+        "",
+        f"Speedups: two CPU cores ({source('real', '../benchmarks/results')}); "
+        f"a simulated H100 with 1.5 B parameters, and its passes ({source('real-gpu', '../benchmarks/results')}).",
+    ]
+
+
+def real_sentence() -> list[str]:
+    """README's figures of the real language model, at the highest temperature."""
+    line = load("real")["result"]["lines"][-1]
+    old, coupled = (f"{timing['speedup']:.2f}x" for timing in line["timings"])
+    return [
+        f"A real language model, SmolLM2-135M-Instruct at temperature {line['temperature']:g} "
+        f"({line['reading']['entropy']:.1f} nats), on the same cores: {old} from old text,",
+        f"and {coupled} from text under the same key ({source('real')}).",
+        "[Two kinds of drafts](docs/two_kinds.md) says what to expect in your set-up.",
+    ]
+
+
 def vllm() -> list[str]:
     """Speed over stock vLLM by method, for drafts from nearby weights and from an earlier epoch of a run."""
     methods = {
@@ -278,6 +309,8 @@ BLOCKS: dict[str, Callable[[], list[str]]] = {
     "vllm": vllm,
     "vllm-sentence": vllm_sentence,
     "sources": sources,
+    "real": real,
+    "real-sentence": real_sentence,
     "ahead": ahead,
     "whole-runs": whole_runs,
     "twins": twins,

@@ -1,6 +1,6 @@
-"""The README's picture, drawn by `python -m benchmarks.figures` from the files of the figures.
+"""The pictures of the pages, drawn by `python -m benchmarks.figures` from the files of the figures.
 
-A bar is the speed over the baseline that a user would run instead; the line is the baseline's.
+A bar or point is the speed over the baseline that a user would run instead; the line is the baseline's.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.pages import ALL, ROOT, ablation, ahead_speedup, rival, speedup
+from benchmarks.pages import ALL, ROOT, ablation, ahead_speedup, load, rival, speedup
 from specrl.results.plots import BLACK, BLUE, GREY
 
 PATH = ROOT / "docs" / "images" / "speed.png"
+KINDS_PATH = ROOT / "docs" / "images" / "two_kinds.png"
 TITLE = "Speed over the baseline: same tokens, two CPU cores, 1.2 M parameters"
 KEY = "Description"
 """Entry of the PNG that holds the values, for the test that compares them with the files."""
@@ -53,4 +54,40 @@ def draw(path: Path = PATH) -> None:
     panel.set_title(TITLE, loc="left", fontweight="bold", fontsize=10)
     panel.spines[["top", "left", "right"]].set_visible(False)
     panel.tick_params(length=0)
+    figure.savefig(path, format="png", metadata={KEY: json.dumps(values)})
+
+
+def lines() -> dict[str, list[tuple[float, float]]]:
+    """What the picture of both kinds of drafts shows: (entropy, speedup) at each temperature, by label."""
+    machines = {"real": "two CPU cores", "real-gpu": "simulated H100"}
+    points: dict[str, list[tuple[float, float]]] = {}
+    for name, machine in machines.items():
+        for line in load(name)["result"]["lines"]:
+            for timing in line["timings"]:
+                label = f"{timing['kind']}, {machine}"
+                points.setdefault(label, []).append((line["reading"]["entropy"], timing["speedup"]))
+    return points
+
+
+def draw_kinds(path: Path = KINDS_PATH) -> None:
+    """Writes the picture of speed by entropy as PNG, a line for each kind of drafts and machine."""
+    from matplotlib.figure import Figure
+
+    values = lines()
+    figure = Figure(figsize=(9, 3.4), dpi=150, layout="constrained")
+    panel = figure.subplots()
+    for label, points in values.items():
+        colour = BLUE if "same key" in label else GREY
+        style = "--" if "simulated" in label else "-"
+        panel.plot(*zip(*points, strict=True), style, color=colour, marker="o", markersize=4, label=label)
+    panel.axhline(1, color=BLACK, linewidth=0.9, zorder=0)
+    panel.set_ylim(0)
+    panel.set_xlim(0)
+    panel.set_xlabel("entropy of the policy, nats a token", fontsize=8.5)
+    panel.set_ylabel("speed over plain decoding", fontsize=8.5)
+    panel.set_title(
+        "SmolLM2-135M-Instruct: which drafts pay at which entropy", loc="left", fontweight="bold", fontsize=10
+    )
+    panel.legend(fontsize=8.5, frameon=False)
+    panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, format="png", metadata={KEY: json.dumps(values)})

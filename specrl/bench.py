@@ -80,6 +80,12 @@ class Timing:
     speedup: float
     least: float
     most: float
+    passes: int
+    """Of the engine in one rollout."""
+    plain_passes: int
+    tokens: int
+    """Through the model in one rollout, rejected ones and prompts included."""
+    plain_tokens: int
     differing_rows: int
     compared_tokens: int
 
@@ -117,6 +123,15 @@ def main(config: BenchConfig) -> int:
 
     console = Console()
     result = measure(config, console)
+    show(config, result, console)
+    if config.out:
+        figures = asdict(result) | {"options": asdict(config), "advice": result.advice()}
+        Path(config.out).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def show(config: BenchConfig, result: Result, console: Console) -> None:
+    """Prints the table, what its numbers mean, and the advice."""
     reading = result.reading
     dtype = rollout_dtype(config)
     rollout = config.rollout
@@ -134,10 +149,6 @@ def main(config: BenchConfig) -> int:
     ):
         tables.note(console, line)
     tables.note(console, result.advice(), "bold")
-    if config.out:
-        figures = asdict(result) | {"options": asdict(config), "advice": result.advice()}
-        Path(config.out).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    return 0
 
 
 def measure(config: BenchConfig, console: Console) -> Result:
@@ -262,6 +273,10 @@ class Bench:
             speedup=statistics.median(ratios),
             least=min(ratios),
             most=max(ratios),
+            passes=batch.stats.passes,
+            plain_passes=plain.stats.passes,
+            tokens=batch.stats.forward_tokens,
+            plain_tokens=plain.stats.forward_tokens,
             differing_rows=len(compared.first),
             compared_tokens=compared.tokens,
         )

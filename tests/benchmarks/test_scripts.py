@@ -47,6 +47,27 @@ def test_ahead(tmp_path):
     assert "ahead" not in line["off"]
 
 
+def test_real_on_a_simulated_gpu(tmp_path):
+    """Its seconds are those of passes alone: more of them take longer, by as much in each run."""
+    small = ["config=grpo_math", "gpu=1.5B", "temperatures=[1.0]", "rows=8", "repeats=2", "rollout.max_new_tokens=24"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.real", *small, f"out={tmp_path / 'out.json'}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = figures(tmp_path / "out.json")["lines"]
+    pass_s = 2 * 1.54e9 / 3.0e12 + 1.5e-3
+    for timing in line["timings"]:
+        assert timing["passes"] < timing["plain_passes"] == 24
+        assert timing["plain_s"] == pytest.approx(24 * pass_s, rel=0.1), "with the prompts' pass and the KV"
+        assert timing["speedup"] == pytest.approx(timing["plain_s"] / timing["specrl_s"], rel=0.1)
+        assert timing["differing_rows"] == 0
+
+
 def test_timeline(tmp_path):
     """The documented picture, from the kept figures."""
     from benchmarks import timeline
