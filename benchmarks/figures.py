@@ -67,7 +67,7 @@ RIVALS = "benchmarks.rivals config=grpo_math_vllm rows=32 out={out}/result.json"
 COMPILED = ONE_THREAD | {"TORCH_COMPILE_DISABLE": "0"}
 AHEAD = "benchmarks.ahead out={out}/result.json"
 TWINS = "benchmarks.twins out={out}/result.json"
-REAL = "benchmarks.real rollout.max_new_tokens=64 out={out}/result.json"
+REAL = "benchmarks.real rollout.max_new_tokens=64 trainer.learning_rate=1e-6 out={out}/result.json"
 SMALL = "trainer.prompts_per_step=2 dataset.train_size=32"
 LONG = "rollout.max_new_tokens=220 rollout.tokens_per_pass=4096"
 FIGURES = {

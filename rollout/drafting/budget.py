@@ -62,10 +62,14 @@ class Budget:
         self.drafter = DraftModelRecord()
         self._passes = CostModel()
         self.account = Account()
-        # Accepted tokens and rejected drafts of each bucket, and the cached sums, which are None until computed.
+        # Accepted tokens and rejected drafts of each bucket, and their sums.
         self._counts: defaultdict[AcceptanceBucket, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self._total: tuple[float, float] | None = None
+        self._totals: dict[str, tuple[float, float]] = {}  # by source, and of all; empty until computed
         self._needed = 0.0
+        self._lead = 0  # see `observe_lead`
+        self._even = 0.0  # what it would be if all rows advanced alike
+        self._refills = False
+        self._share = 1.0  # of what even rows would save, that rollouts have saved
         self._plain = 0.0, 0.0  # seconds of a pass without drafts, and per row, from the last plan
 
     # Measurements -------------------------------------------------------------------------------------------
@@ -74,22 +78,23 @@ class Budget:
         """Estimated probability that one more draft token of a row in this bucket is accepted."""
         if bucket is None:
             return 0.0
-        return self._estimate(bucket, WEIGHT * self._expected())
-
-    def _estimate(self, bucket: AcceptanceBucket, expected: float) -> float:
         accepted, rejected = self._counts.get(bucket, (0.0, 0.0))
-        return (accepted + _promise(bucket) * expected) / (accepted + rejected + WEIGHT)
+        expected = min(self._expected(bucket[1]), PRIOR)
+        return (accepted + WEIGHT * _promise(bucket) * expected) / (accepted + rejected + WEIGHT)
 
-    def _expected(self) -> float:
-        """Expected acceptance in a bucket without observed drafts: that of all drafts, at most the prior.
+    def _expected(self, source: str = "") -> float:
+        """Expected acceptance in a bucket without observed drafts: that of its source, and of all drafts before it.
 
         With a fixed prior, drafts that fail would be tried in every bucket before drafting stops.
         """
-        if self._total is None:
-            counts = self._counts.values()
-            self._total = sum(accepted for accepted, _ in counts), sum(rejected for _, rejected in counts)
-        accepted, rejected = self._total
-        return min((accepted + WEIGHT * PRIOR) / (accepted + rejected + WEIGHT), PRIOR)
+        if not self._totals:
+            for bucket, (accepted, rejected) in self._counts.items():
+                for name in ("", bucket[1]) if bucket else ():
+                    before = self._totals.get(name, (0.0, 0.0))
+                    self._totals[name] = before[0] + accepted, before[1] + rejected
+        accepted, rejected = self._totals.get(source, (0.0, 0.0))
+        expected = self._expected() if source else PRIOR
+        return (accepted + WEIGHT * expected) / (accepted + rejected + WEIGHT)
 
     def gain(self, bucket: AcceptanceBucket, drafted: int, price: float) -> float:
         """Expected accepted tokens of a draft in this bucket, minus `price` for each draft token."""
@@ -125,8 +130,21 @@ class Budget:
             fixed, row = self._plain
             saved_s = -asking
             if tokens > rows:
-                saved_s += (fixed + row * rows) * emitted / rows - seconds
+                even = emitted / rows - 1
+                self._even += even
+                saved_s += fixed * (1 + even * self._refills) + row * emitted - seconds
         self.account.observe(seconds, saved_s)
+
+    def observe_lead(self, lead: int | None) -> None:
+        """Records by how many passes the row that needs most of them is ahead of plain decoding, before a pass.
+
+        The time that a pass takes whatever its rows is saved only where this row needs fewer passes. None while other
+        rows wait for the places of these: then every row that ends early saves some.
+        """
+        self._refills = lead is None
+        if lead is not None and lead > self._lead:
+            self.account.observe(0.0, self._plain[0] * (lead - self._lead))
+            self._lead = lead
 
     def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0, width: int = 0) -> None:
         """Records measured (tokens, seconds) of passes, see CostModel.calibrate."""
@@ -140,18 +158,22 @@ class Budget:
         counts[0] += accepted
         if accepted < drafted:
             counts[1] += 1
-        self._total = None
+        self._totals = {}
 
     def next_rollout(self) -> None:
         """Halves all counts, because the weights have changed and drafts that failed should be tried again."""
         for counts in self._counts.values():
             counts[:] = [FORGET * x for x in counts]
-        self._total = None
+        self._totals = {}
         self.drafter.next_rollout()
         self.account.open()
+        self._lead = 0
+        self._even = 0.0
 
     def end_rollout(self) -> float:
         """The seconds that drafts cost beyond what they saved since `next_rollout`; 0 if they saved some."""
+        if self._even > 1 and not self._refills:
+            self._share += FORGET * (min(1.0, self._lead / self._even) - self._share)
         return self.account.close()
 
     # Plans ------------------------------------------------------------------------------------------------------
@@ -163,11 +185,16 @@ class Budget:
         return Plan({}, frozenset(), 0.0, needed=self._needed)
 
     def affordable(self, buckets: Sequence[AcceptanceBucket], plan: Plan) -> Plan:
-        """The plan with drafts so short that the account would pay for them if all were rejected."""
+        """The plan with no more draft tokens than their sources have had accepted, or than the account covers.
+
+        Tokens of proposals that were not drafted count as accepted where the row sampled them.
+        """
         if self.window:
             return plan
         lengths = plan.lengths
-        most = self.account.balance_s / plan.token_s
+        self._expected()
+        seen = sum(self._totals[name][0] for name in {bucket[1] for bucket in buckets if bucket} & self._totals.keys())
+        most = max(seen, self.account.balance_s / plan.token_s)
         while 0 < sum(lengths[bucket] for bucket in buckets) > most:
             lengths = {bucket: length // 2 for bucket, length in lengths.items()}
         return replace(plan, lengths=lengths)
@@ -179,10 +206,9 @@ class Budget:
         """
         if self.window:
             return self.window
-        expected = self._expected()
-        best = max((self._estimate(bucket, WEIGHT * expected) for bucket in self._counts), default=0.0)
+        best = max((self.acceptance(bucket) for bucket in self._counts), default=0.0)
         a, b = self.cost(rows, width)
-        return max(1, _length(max(best, expected), b * rows / (a + b * rows)))
+        return max(1, _length(max(best, self._expected()), b * rows / (a + b * rows)))
 
     def plan(self, buckets: Sequence[AcceptanceBucket], model: bool = False, width: int = 0) -> Plan:
         """Draft lengths for the rows of the next pass, and the buckets that the draft model serves."""
@@ -194,9 +220,9 @@ class Budget:
         fixed = a + b * rows
         empty = self.cost()[0]
         self._plain = empty, (fixed - empty) / max(1, rows)
-        expected = WEIGHT * self._expected()
-        chances = {bucket: (n, self._estimate(bucket, expected) if bucket else 0.0) for bucket, n in count.items()}
-        k, goodput = (_one_length if self.padded else _own_lengths)(chances, fixed, b)
+        chances = {bucket: (n, self.acceptance(bucket)) for bucket, n in count.items()}
+        paid = fixed if self._refills else fixed - (1 - self._share) * empty
+        k, goodput = (_one_length if self.padded else _own_lengths)(chances, paid, b)
         self._needed = min(1.0, b * goodput)
         by_model: frozenset[AcceptanceBucket] = frozenset()
         if model and count:

@@ -61,9 +61,9 @@ class Account:
     """Seconds that drafts may lose.
 
     A pass with drafts pays in what it saved, or takes out what it lost, the time to get the drafts included. Every pass
-    pays in `SHARE` of its seconds. Drafts are verified only while the account would cover the rejection of all of them.
-    So a rollout loses at most `SHARE` of its time and what earlier drafts have saved, of which half is kept when the
-    weights change. The first rollout begins with the seconds of one pass.
+    pays in `SHARE` of its seconds. While the account is empty nothing is drafted and no drafter is asked. So a rollout
+    loses at most `SHARE` of its time, what its drafts have saved before, half of what those of earlier rollouts have
+    saved, and one pass. The first rollout begins with the seconds of one pass.
     """
 
     def __init__(self) -> None:
@@ -72,10 +72,10 @@ class Account:
         self._open = True
 
     def open(self) -> None:
-        """A rollout with drafts begins."""
+        """A rollout with drafts begins. A debt is forgotten, as the machine may have stalled in a pass with drafts."""
         self._open = True
         self._saved_s = 0.0
-        self.balance_s *= FORGET
+        self.balance_s = max(0.0, FORGET * self.balance_s)
 
     def close(self) -> float:
         """The rollout has ended; plain rollouts, which pay in nothing, may follow. Returns the seconds that it lost."""

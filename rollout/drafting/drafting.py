@@ -47,6 +47,8 @@ class Drafting:
         self.keeps_states = model is not None and model.reads_states
         """The draft model reads the policy's final hidden states, which the policy's reader must keep."""
         self.vocab = 0
+        self._requests = 0  # of the rollout; 0 in a server, which cannot know
+        self._begun: set[int] = set()  # those of its rows that have begun
 
     def attach(self, policy: PackedModel) -> None:
         """Sets the model that verifies the drafts, and times a few of its passes.
@@ -70,6 +72,8 @@ class Drafting:
         """Starts a rollout. The weights may have changed."""
         if any(not request.plain and (self.model or request.drafter) for request in requests):
             self.budget.next_rollout()
+        self._requests = len(requests)
+        self._begun = set()
 
     def open(self, requests: Sequence[Request], max_rows: int, policy: Reader) -> None:
         """Starts decoding these requests, whose rows are numbered in this order, at most `max_rows` at a time.
@@ -94,6 +98,7 @@ class Drafting:
 
         Rows whose drafter has a proposal but that draft nothing are counted in `stats`.
         """
+        self.budget.observe_lead(self._lead(rows))
         plan, drafts = self._without_model(rows)
         paused = Counter(row.bucket for row, draft in zip(rows, drafts, strict=True) if not draft.tokens)
         for bucket in paused.keys() - plan.by_model - {None}:
@@ -103,6 +108,14 @@ class Drafting:
         if self.model:
             self._with_model(self.model, rows, drafts, plan)
         return drafts
+
+    def _lead(self, rows: Sequence[Response]) -> int | None:
+        """See `Budget.observe_lead`."""
+        if self._requests:
+            self._begun |= {id(row) for row in rows}
+        if len(self._begun) < max(1, self._requests):
+            return None
+        return min((len(row.tokens) - row.passes for row in rows if row.drafting), default=0)
 
     def guess(self, row: Response, limit: int) -> Sequence[int]:
         """At most `limit` tokens from the row's drafter."""

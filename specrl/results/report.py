@@ -130,6 +130,7 @@ def summarise(run: RunRecords, baseline: RunRecords | None, comparisons: dict[st
     rest = later(steps)
     new, reused = (total(rest, f"spec/{kind}_tokens") for kind in ("new", "reused"))
     names = ("hit_rate", "full_reuse_ratio", "draft_acceptance_rate", "passes_per_row", "reuse_gap")
+    names += ("paused_acceptance", "paused_needed", "tried_s")
     differing = flips(steps)
     dtype = rollout_dtype(config) if config else ""
     return {
@@ -148,7 +149,8 @@ def summarise(run: RunRecords, baseline: RunRecords | None, comparisons: dict[st
         "reward": first_last(steps),
         "eval": [{key: record[key] for key in record if key == "step" or "eval/" in key} for record in run.evals],
         "reuse": {"reused_ratio": reused / (reused + new) if reused + new else None}
-        | {name: mean(rest, f"spec/{name}") for name in names},
+        | {name: mean(rest, f"spec/{name}") for name in names}
+        | {"entropy": mean(rest, "entropy")},
         "ties": total(steps, "spec/ties"),
         "flips": asdict(differing) | {"sentence": differing.sentence(dtype)} if differing else None,
         "environment": run.machine,

@@ -159,6 +159,8 @@ def dry_run(config: Config, training: bool = True) -> str:
         lines += _prompt_lines(config, [*chain(*examples.values())])
     if config.scores:
         lines += _reward_lines(config, [*chain(*examples.values())])
+    if training and config.rollout.acceptance == "exact":
+        lines.append("python -m specrl.bench with the same words measures whether drafts pay for this policy.")
     unchecked = [f"model={config.model}"] * model_on_hub + [f"data={config.data}"] * on_hub(config.data)
     if unchecked:
         lines.append(f"Not checked, because it is on the hub: {', '.join(unchecked)}.")
