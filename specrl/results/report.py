@@ -129,8 +129,8 @@ def summarise(run: RunRecords, baseline: RunRecords | None, comparisons: dict[st
     steps, config = run.steps, run.config
     rest = later(steps)
     new, reused = (total(rest, f"spec/{kind}_tokens") for kind in ("new", "reused"))
-    names = ("hit_rate", "full_reuse_ratio", "draft_acceptance_rate", "passes_per_row", "reuse_gap")
-    names += ("paused_acceptance", "paused_needed", "tried_s")
+    names = ["hit_rate", "full_reuse_ratio", "draft_acceptance_rate", "passes_per_row", "reuse_gap"]
+    names += ["paused_acceptance", "paused_needed", "tried_s"]
     differing = flips(steps)
     dtype = rollout_dtype(config) if config else ""
     return {
