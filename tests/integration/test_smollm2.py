@@ -30,12 +30,13 @@ REAL = {
     "rollout__replay": 0.5,  # both kinds of drafts
     "trainer__epochs": 2,
     "trainer__prompts_per_step": 1,
+    "trainer__rows_per_pass": 4,
     "trainer__learning_rate": 1e-5,
 }
 
 
 def real(folder, acceptance: str, **options) -> Recording:
-    return run(folder, **REAL, name=acceptance, rollout__acceptance=acceptance, **options)
+    return run(folder, **REAL | {"name": acceptance, "rollout__acceptance": acceptance} | options)
 
 
 def equal(folder, **options) -> Recording:

@@ -87,7 +87,7 @@ def test_the_step_is_the_first_of_adamw(old):
     ],
 )
 def test_the_advice_follows_the_whole_interval(old, coupled, said):
-    timings = [Timing("", 0.5, 0.5, 1.0, 1.0, *ratios, 0, 10) for ratios in (old, coupled)]
+    timings = [Timing("", 0.5, 0.5, 1.0, 1.0, *ratios, 4, 8, 9, 9, 0, 10) for ratios in (old, coupled)]
     assert said in Result(Reading(10, 1.0, 0.5, 0.9), 0.3, timings).advice()
 
 

@@ -130,8 +130,7 @@ def _compare_logits(model: PackedModel) -> None:
         raise RolloutError("it ignores the positions that it is given: two rows with the same text have other keys")
     own = _own(model, TEXT)[0]
     error = _error(packed, torch.cat([own[4:], own[1:]]))
-    # In 16 bits a model with experts differs from itself between batches.
-    if not error <= (exact or max(ROUNDED, 4 * _error(_own(model, TEXT, OTHER, THIRD)[0], own))):
+    if not error <= (exact or max(ROUNDED, 4 * _rounding(model, own))):
         raise RolloutError(
             f"its logits differ by {error:.2g} from the model's own (an attention variant or a logit transform that "
             "the packed path does not know)"
@@ -139,6 +138,17 @@ def _compare_logits(model: PackedModel) -> None:
     error = _error(two_rows(model, OTHER)[0][3:], packed[3:])
     if not error <= (exact or ISOLATED):
         raise RolloutError(f"a row's logits change by {error:.2g} with the text of the other row in its pass")
+
+
+def _rounding(model: PackedModel, own: Tensor) -> float:
+    """By how much a model in 16 bits differs from itself: with experts between batches, and between its attentions.
+
+    Some real models have large activations, so that roundings of the attention alone change their logits by a fifth.
+    """
+    other_batch = _own(model, TEXT, OTHER, THIRD)[0]
+    with model.attention("eager"):
+        other_attention = _own(model, TEXT)[0]
+    return max(_error(other_batch, own), _error(other_attention, own))
 
 
 def _compare_output_layer(model: PackedModel) -> None:

@@ -68,6 +68,8 @@ def run(folder: Path, config: RolloutConfig, mode: str, kind: str, url: str) -> 
         options["vllm_gpu_memory_utilization"] = 0.1
     if kind == "smollm2":
         options |= {"max_completion_length": 16, "temperature": 0.3, "learning_rate": 1e-6, "policy": real}
+        # it would weigh by vLLM's log-probs, whose last bits depend on how many tokens a pass of this model has
+        options |= {"vllm_importance_sampling_correction": False}
         return train(folder, config, None, make, **options)
     if kind in ("single", "rloo"):
         options |= {"kind": "rloo" if kind == "rloo" else "grpo", "max_completion_length": 100}
