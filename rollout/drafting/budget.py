@@ -66,10 +66,10 @@ class Budget:
         self._counts: defaultdict[AcceptanceBucket, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._totals: dict[str, tuple[float, float]] = {}  # by source, and of all; empty until computed
         self._needed = 0.0
-        self._lead = 0  # see `observe_lead`
-        self._even = 0.0  # what it would be if all rows advanced alike
-        self._refills = False
-        self._share = 1.0  # of what even rows would save, that rollouts have saved
+        self._lead = 0  # passes that the slowest row of this rollout has saved
+        self._even = 0.0  # the same if all its rows advanced alike
+        self._refills = False  # other rows wait for the places of those that end
+        self._share = 1.0  # of `_lead` in `_even`, over past rollouts
         self._plain = 0.0, 0.0  # seconds of a pass without drafts, and per row, from the last plan
 
     # Measurements -------------------------------------------------------------------------------------------
@@ -87,14 +87,18 @@ class Budget:
 
         With a fixed prior, drafts that fail would be tried in every bucket before drafting stops.
         """
+        accepted, rejected = self._sums().get(source, (0.0, 0.0))
+        expected = self._expected() if source else PRIOR
+        return (accepted + WEIGHT * expected) / (accepted + rejected + WEIGHT)
+
+    def _sums(self) -> dict[str, tuple[float, float]]:
+        """Accepted tokens and rejected drafts by source, and of all drafts under the empty name."""
         if not self._totals:
             for bucket, (accepted, rejected) in self._counts.items():
                 for name in ("", bucket[1]) if bucket else ():
                     before = self._totals.get(name, (0.0, 0.0))
                     self._totals[name] = before[0] + accepted, before[1] + rejected
-        accepted, rejected = self._totals.get(source, (0.0, 0.0))
-        expected = self._expected() if source else PRIOR
-        return (accepted + WEIGHT * expected) / (accepted + rejected + WEIGHT)
+        return self._totals
 
     def gain(self, bucket: AcceptanceBucket, drafted: int, price: float) -> float:
         """Expected accepted tokens of a draft in this bucket, minus `price` for each draft token."""
@@ -192,9 +196,9 @@ class Budget:
         if self.window:
             return plan
         lengths = plan.lengths
-        self._expected()
-        seen = sum(self._totals[name][0] for name in {bucket[1] for bucket in buckets if bucket} & self._totals.keys())
-        most = max(seen, self.account.balance_s / plan.token_s)
+        sums = self._sums()
+        right = sum(sums[name][0] for name in {bucket[1] for bucket in buckets if bucket} & sums.keys())
+        most = max(right, self.account.balance_s / plan.token_s)
         while 0 < sum(lengths[bucket] for bucket in buckets) > most:
             lengths = {bucket: length // 2 for bucket, length in lengths.items()}
         return replace(plan, lengths=lengths)
