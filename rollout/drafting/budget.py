@@ -153,8 +153,7 @@ class Budget:
     def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0, width: int = 0) -> None:
         """Records measured (tokens, seconds) of passes, see CostModel.calibrate."""
         self._passes.calibrate(passes, rows, width)
-        if not self.account.balance_s:
-            self.account.balance_s = passes[0][1]
+        self.account.pass_s = self.account.pass_s or passes[0][1]
 
     def observe_draft(self, bucket: AcceptanceBucket, drafted: int, accepted: int) -> None:
         """Records that the first `accepted` of a drafter's `drafted` tokens were, or would have been, accepted."""
@@ -189,9 +188,9 @@ class Budget:
         return Plan({}, frozenset(), 0.0, needed=self._needed)
 
     def affordable(self, buckets: Sequence[AcceptanceBucket], plan: Plan) -> Plan:
-        """The plan with no more draft tokens than their sources have had accepted, or than the account covers.
+        """The plan with no more draft tokens than their sources have had right, or than the account covers.
 
-        Tokens of proposals that were not drafted count as accepted where the row sampled them.
+        Tokens of proposals that were not drafted count as right where the row sampled them.
         """
         if self.window:
             return plan

@@ -14,7 +14,7 @@ FORGET = 0.5
 MOST = 0.9999
 """Highest estimate of a probability."""
 _FADE_FIT = 0.98  # factor on the weight of past passes at each pass
-SHARE = 0.015
+SHARE = 0.008
 """Of a rollout's seconds may be lost on drafts that do not pay."""
 
 
@@ -62,12 +62,14 @@ class Account:
 
     A pass with drafts pays in what it saved, or takes out what it lost, the time to get the drafts included. Every pass
     pays in `SHARE` of its seconds. While the account is empty nothing is drafted and no drafter is asked. So a rollout
-    loses at most `SHARE` of its time, what its drafts have saved before, half of what those of earlier rollouts have
-    saved, and one pass. The first rollout begins with the seconds of one pass.
+    loses at most `SHARE` of its time, what its drafts have saved before, and what it begins with: the seconds of a
+    pass, or half of what the drafts of earlier rollouts have saved.
     """
 
     def __init__(self) -> None:
         self.balance_s = 0.0
+        self.pass_s = 0.0
+        """Of the shortest pass."""
         self._saved_s = 0.0  # by the drafts of this rollout
         self._open = True
 
@@ -75,7 +77,7 @@ class Account:
         """A rollout with drafts begins. A debt is forgotten, as the machine may have stalled in a pass with drafts."""
         self._open = True
         self._saved_s = 0.0
-        self.balance_s = max(0.0, FORGET * self.balance_s)
+        self.balance_s = max(self.pass_s, FORGET * self.balance_s)
 
     def close(self) -> float:
         """The rollout has ended; plain rollouts, which pay in nothing, may follow. Returns the seconds that it lost."""

@@ -46,6 +46,7 @@ def test_a_page_shows_what_its_files_hold(name):
 def test_all_figures_are_of_one_commit_and_every_file_is_a_figure():
     files = {path.stem: json.loads(path.read_text()) for path in pages.RESULTS.glob("*.json")}
     assert {name for name in files if not name.endswith("-cpu")} == set(FIGURES)  # others name their commit
-    assert len({files[name]["commit"] for name in FIGURES}) == 1
+    for real in (True, False):  # those of the real language model, and of the embedded policy
+        assert len({files[name]["commit"] for name in FIGURES if name.startswith("real") == real}) == 1
     for name, figure in FIGURES.items():
         assert len(files[name]["commands"]) == len(figure.commands), name
