@@ -49,9 +49,9 @@ class PairConfig(BenchConfig):
     repeats: int = doc(5, "timed pairs per case, after one warm-up", low=1)
 
 
-def with_config(words: Sequence[str]) -> list[str]:
-    """The command line words, with config=grpo_math added if they set no config."""
-    return [*([] if any(word.startswith("config=") for word in words) else ["config=grpo_math"]), *words]
+def with_config(words: Sequence[str], name: str = "grpo_math") -> list[str]:
+    """The command line words, with config=NAME added if they set no config."""
+    return [*([] if any(word.startswith("config=") for word in words) else [f"config={name}"]), *words]
 
 
 def options(*words: str) -> PairConfig:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paired import with_config
 from specrl.bench import BenchConfig, measure, show
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
@@ -85,10 +86,5 @@ def main(config: RealConfig) -> int:
     return 0
 
 
-def with_config(words: list[str]) -> list[str]:
-    """The command line words, with config=grpo_smollm2 added if they set no config."""
-    return [*([] if any(word.startswith("config=") for word in words) else ["config=grpo_smollm2"]), *words]
-
-
 if __name__ == "__main__":
-    raise SystemExit(cli.run(main, with_config(sys.argv[1:]), RealConfig, training=False))
+    raise SystemExit(cli.run(main, with_config(sys.argv[1:], "grpo_smollm2"), RealConfig, training=False))

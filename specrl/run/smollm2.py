@@ -10,7 +10,6 @@ import hashlib
 import os
 import shutil
 import tempfile
-from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,20 +59,13 @@ def _convert(where: Path) -> None:
             made = Path(folder) / where.name
             _write(source, made)
             (made / MARK).write_text(_digest(made / WEIGHTS))
-            with suppress(FileExistsError):  # another process was faster
-                _move(made, where)
+            try:
+                made.rename(where)
+            except OSError:  # another process may have been faster
+                if not where.is_dir():
+                    raise
     except OSError as error:
         raise ConfigError(f"model=smollm2 cannot be written to {where}: {error.strerror or error}.") from error
-
-
-def _move(made: Path, where: Path) -> None:
-    """Renames a directory. Raises FileExistsError if the other exists and is not empty."""
-    try:
-        made.rename(where)
-    except OSError as error:
-        if where.is_dir():
-            raise FileExistsError from error
-        raise
 
 
 def _source() -> Path:
