@@ -68,6 +68,12 @@ COMPILED = ONE_THREAD | {"TORCH_COMPILE_DISABLE": "0"}
 AHEAD = "benchmarks.ahead out={out}/result.json"
 TWINS = "benchmarks.twins out={out}/result.json"
 REAL = "benchmarks.real rollout.max_new_tokens=64 trainer.learning_rate=1e-6 out={out}/result.json"
+REAL_RUN = (
+    f"specrl.train config=grpo_smollm2 name=run output_dir={{out}} {NO_EVALUATION} trainer.max_steps=16 "
+    "trainer.save_every=8 trainer.learning_rate=1e-6 rollout.measure_every=0 report.plots=false"
+)
+REAL_PAIR = "model={out}/run/model old_model={out}/run/checkpoints/checkpoint-8 rollout.max_new_tokens=64"
+VLLM_06 = "rollout.engine=vllm rollout.vllm.compile=on rollout.temperature=0.6 rows=32 repeats=3"
 SMALL = "trainer.prompts_per_step=2 dataset.train_size=32"
 LONG = "rollout.max_new_tokens=220 rollout.tokens_per_pass=4096"
 FIGURES = {
@@ -106,7 +112,20 @@ FIGURES = {
     "evaluations": Figure(("benchmarks.evaluations out={out}/result.json",), json_file, ONE_THREAD),
     "turns": Figure(("benchmarks.turns out={out}/result.json",), json_file, ONE_THREAD),
     "real": Figure((REAL,), json_file),
-    "real-gpu": Figure((f"{REAL} gpu=1.5B repeats=1",), json_file),
+    "real-gpu": Figure((f"{REAL} gpu=1.5B repeats=1 lenience=[]",), json_file),
+    "real-gpu-7b": Figure((f"{REAL} gpu=7B repeats=1 lenience=[]",), json_file),
+    "real-run": Figure(
+        (
+            REAL_RUN,
+            f"benchmarks.real {REAL_PAIR} sizes=[32] temperatures=[0.6,1.0] lenience=[] out={{out}}/result.json",
+        ),
+        json_file,
+    ),
+    "real-vllm": Figure(
+        (REAL_RUN, f"benchmarks.rivals config=grpo_smollm2 {REAL_PAIR} {VLLM_06} out={{out}}/result.json"),
+        json_file,
+        COMPILED,
+    ),
     "twins": Figure((TWINS,), json_file, ONE_THREAD),
     "twins-vllm": Figure(
         (f"{TWINS} rollout.engine=vllm 'arms=[the same again,beta 0.02,lr x 0.5,ppo]'",), json_file, ONE_THREAD

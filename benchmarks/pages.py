@@ -150,31 +150,65 @@ def useless() -> str:
 
 
 def real() -> list[str]:
-    """Both kinds of drafts on the real language model by temperature: measured, and on a simulated GPU."""
+    """Both kinds of drafts and the published rule on the real language model: measured, and on two simulated GPUs."""
     rows = []
-    for here, gpu in zip(*(load(name)["result"]["lines"] for name in ("real", "real-gpu")), strict=True):
+    for here, *gpus in zip(*(load(name)["result"]["lines"] for name in REAL), strict=True):
         reading = here["reading"]
         shares = (f"{reading[name]:.2f}" for name in ("entropy", "fresh", "same_key"))
-        speeds = [[f"{timing['speedup']:.2f}x" for timing in line["timings"]] for line in (here, gpu)]
-        passes = (f"{timing['plain_passes']} -> {timing['passes']}" for timing in gpu["timings"])
-        pairs = zip(*speeds, passes, strict=True)
-        rows.append((f"{here['temperature']:g}", *shares, *(f"{a}; {b}, {n} passes" for a, b, n in pairs)))
-    columns = ("temperature", "entropy", "p(old token)", "same key", "old text, fresh noise", "text under the same key")
+        kinds = zip(*(line["timings"] for line in (here, *gpus)), strict=True)
+        speeds = (", ".join(f"{timing['speedup']:.2f}" for timing in timings) for timings in kinds)
+        published = ", ".join(f"{timing['speedup']:.2f}" for timing in here["published"])
+        rows.append((str(here["rows"]), f"{here['temperature']:g}", *shares, *speeds, published))
+    columns = ("rows", "temperature", "entropy", "p(old token)", "same key")
+    columns += ("old text, fresh noise", "text under the same key", "published rule, l = 1, e^0.5")
     return [
         *tables.markdown(columns, rows),
         "",
-        f"Speedups: two CPU cores ({source('real', '../benchmarks/results')}); "
-        f"a simulated H100 with 1.5 B parameters, and its passes ({source('real-gpu', '../benchmarks/results')}).",
+        "Speed over plain decoding: two CPU cores "
+        f"({source('real', '../benchmarks/results')}), then simulated H100s with 1.5 B and 7 B parameters "
+        f"({source('real-gpu', '../benchmarks/results')}, {source('real-gpu-7b', '../benchmarks/results')}); "
+        f"the published rule on the cores. Plain decoding is {generate()} as fast as model.generate.",
     ]
 
 
+REAL = ("real", "real-gpu", "real-gpu-7b")
+
+
+def generate() -> str:
+    """Speed of plain decoding over model.generate on the real language model, from the least to the largest."""
+    ratios = [line["generate_s"]["generate"] / line["generate_s"]["plain"] for line in load("real")["result"]["lines"]]
+    return f"{min(ratios):.2f}x to {max(ratios):.2f}x"
+
+
+def real_run() -> list[str]:
+    """Drafts that are eight updates old, in one process and in vLLM."""
+    lines = load("real-run")["result"]["lines"]
+    rows = [
+        (f"transformers, temperature {line['temperature']:g}", *(measured(timing) for timing in line["timings"]))
+        for line in lines
+    ]
+    methods = ("specrl exact, replay 0", "specrl exact, replay 1")
+    rows.append(("vLLM, temperature 0.6, over stock vLLM", *(rival("real-vllm", name) for name in methods)))
+    return [
+        *tables.markdown(("32 rows", "old text, fresh noise", "text under the same key"), rows),
+        "",
+        f"({source('real-run', '../benchmarks/results')}, {source('real-vllm', '../benchmarks/results')}; in vLLM the "
+        f"published rule with l = e^0.5: {rival('real-vllm', 'specrl lenient e^0.5')}, no drafts: "
+        f"{rival('real-vllm', 'specrl off')})",
+    ]
+
+
+def measured(timing: dict[str, Any]) -> str:
+    return f"{timing['speedup']:.2f}x ({timing['least']:.2f} to {timing['most']:.2f})"
+
+
 def real_sentence() -> list[str]:
-    """README's figures of the real language model, at the highest temperature."""
+    """README's figures of the real language model, at most rows and the highest temperature."""
     line = load("real")["result"]["lines"][-1]
     old, coupled = (f"{timing['speedup']:.2f}x" for timing in line["timings"])
     return [
         f"A real language model, SmolLM2-135M-Instruct at temperature {line['temperature']:g} "
-        f"({line['reading']['entropy']:.1f} nats), on the same cores: {old} from old text,",
+        f"({line['reading']['entropy']:.1f} nats), {line['rows']} rows on the same cores: {old} from old text,",
         f"and {coupled} from text under the same key ({source('real')}).",
         "[Two kinds of drafts](docs/two_kinds.md) says what to expect in your set-up.",
     ]
@@ -311,6 +345,7 @@ BLOCKS: dict[str, Callable[[], list[str]]] = {
     "sources": sources,
     "real": real,
     "real-sentence": real_sentence,
+    "real-run": real_run,
     "ahead": ahead,
     "whole-runs": whole_runs,
     "twins": twins,

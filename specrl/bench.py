@@ -159,35 +159,41 @@ def measure(config: BenchConfig, console: Console) -> Result:
     """
     from rich.progress import Progress
 
-    from specrl.run.policy import load_policy
-
-    check(config)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("", total=4 + len(KINDS) * (1 + 2 * config.repeats))
 
         def doing(what: str) -> None:
             progress.update(task, advance=1, description=what)
 
-        doing("loading the policy")
-        newer, tokenizer, eos_ids = load_policy(config)
-        model = load_policy(replace(config, model=config.old_model))[0] if config.old_model else newer
-        bench = Bench(config, model.eval(), eos_ids, prompts(config, tokenizer))
-        doing("old text")
-        bench.send()
-        old = bench.write()
-        doing("the newer policy")
-        if config.old_model:
-            model.load_state_dict(newer.state_dict())
-        else:
-            step(model, bench.rows, old, config.trainer.learning_rate)
-        bench.send()
-        doing("reading the old text")
-        reading = read(model, bench.sampling, bench.rows, old)
-        chances = reading.fresh, reading.same_key
-        timings = [bench.time(kind, p, old, doing) for kind, p in zip(KINDS, chances, strict=True)]
-        result = Result(reading, bench.price(old), timings)
+        bench, old, reading = prepare(config, doing)
+        result = bench.compare(old, reading, doing)
     bench.engine.close()
     return result
+
+
+def prepare(config: BenchConfig, doing: Callable[[str], None]) -> tuple[Bench, RolloutBatch, Reading]:
+    """The bench with the newer policy, the old texts, and how the newer policy reads them.
+
+    Args: doing: is called with what begins.
+    """
+    from specrl.run.policy import load_policy
+
+    check(config)
+    doing("loading the policy")
+    newer, tokenizer, eos_ids = load_policy(config)
+    model = load_policy(replace(config, model=config.old_model))[0] if config.old_model else newer
+    bench = Bench(config, model.eval(), eos_ids, prompts(config, tokenizer))
+    doing("old text")
+    bench.send()
+    old = bench.write()
+    doing("the newer policy")
+    if config.old_model:
+        model.load_state_dict(newer.state_dict())
+    else:
+        step(model, bench.rows, old, config.trainer.learning_rate)
+    bench.send()
+    doing("reading the old text")
+    return bench, old, read(model, bench.sampling, bench.rows, old)
 
 
 def check(config: BenchConfig) -> None:
@@ -246,6 +252,12 @@ class Bench:
 
         plain = replace(self.config.rollout, acceptance="off")
         return SpeculativeRollout(self.engine, None, plain, self.config.seed).generate(self.rows, visit=0, step=0)
+
+    def compare(self, old: RolloutBatch, reading: Reading, doing: Callable[[str], None]) -> Result:
+        """Times both kinds of drafts."""
+        chances = reading.fresh, reading.same_key
+        timings = [self.time(kind, p, old, doing) for kind, p in zip(KINDS, chances, strict=True)]
+        return Result(reading, self.price(old), timings)
 
     def time(self, kind: str, p: float, old: RolloutBatch, doing: Callable[[str], None]) -> Timing:
         """Times pairs of rollouts at the next visit: plain decoding, and drafts of this kind."""
