@@ -11,12 +11,14 @@ from benchmarks import ablation
 from benchmarks.research.equivalence import arms, on_policy
 from specrl.config import load as cli
 from specrl.drafter import shortened
+from specrl.rollout.engines.local.head import Head
 from specrl.rollout.engines.local.model import PackedModel
 from specrl.tiny import load_tiny
 from tests.runs import ROOT
 
 pytestmark = pytest.mark.long
 
+NEVER_SLOWER = ["repeats=1", "rollout.max_new_tokens=16", "busy=true"]
 JUDGES_RUN = ["dataset.train_size=4", "trainer.epochs=2", "trainer.prompts_per_step=2", "trainer.save_every=1"]
 SMALLEST = {
     "noise": {"VOCABULARY": 64, "HIDDEN": {"small": 8}},
@@ -71,6 +73,22 @@ def routers(folder):
     by_words("routers", "RouterBenchConfig", *words)(folder)
 
 
+def real_head(folder):
+    model, tokenizer = load_tiny()
+    for part in (Head.of(model), tokenizer):
+        part.save_pretrained(folder / "head")
+    small = ["rows=8", "temperatures=[1.0]", "rollout.max_new_tokens=16"]
+    by_words("real_head", "HeadConfig", "config=grpo_math", "rollout.drafter={folder}/head", *small)(folder)
+    (line,) = json.loads((folder / "out.json").read_text())["lines"]
+    assert line["old text"]["passes"] < line["old text"]["plain_passes"] == 16
+    assert line["chains"] > 0
+
+
+def test_acceptance_by_position_by_hand():
+    shares = script("real_head").by_position([(4, 0), (4, 1), (4, 4), (2, 2)])
+    assert shares == [3 / 4, 2 / 3, 1.0, 1.0], "the chain of two has no third token"
+
+
 def vllm_host(folder):
     pytest.importorskip("vllm")
     by_words("vllm_host", "VLLMHostConfig", "rows=[8]", "tokens=60", "repeats=1")(folder)
@@ -83,7 +101,9 @@ RUNS = {
     "equivalence": equivalence,
     "host": by_words("host", "HostConfig", "rows=16", "tokens=60", "repeats=1"),
     "judges": by_words("judges", "JudgesConfig", "work={folder}"),
+    "never_slower": by_words("never_slower", "NeverSlowerConfig", "config=grpo_math", "sizes=[8]", *NEVER_SLOWER),
     "noise": lambda folder: script("noise").main(2, str(folder / "out.json")),
+    "real_head": real_head,
     "routers": routers,
     "suffix": lambda folder: script("suffix").main(rows=8, tokens=16),
     "vllm_host": vllm_host,
