@@ -4,7 +4,8 @@
 
 For each number of rows and each text a new engine rolls out the same rows in turn by plain decoding and with drafts, as
 `benchmarks.paired` does. The speedup is the ratio of the sums of all pairs, the first one included, in which the budget
-knows nothing yet. With `busy=true` a process loops on every core that this one may use.
+knows nothing yet. With `busy=true` a process loops on every core that this one may use. Seconds are then those of the
+CPU that the rollouts used: how much of a core they get differs more between two rollouts than drafts can.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from specrl.config import load as cli
 from specrl.results import tables
 from specrl.rollout.build import build_engine
 from specrl.rollout.sections import doc
+from specrl.rollout.types import RolloutBatch
 from specrl.run.machine import usable
 
 COLUMNS = ("rows", "text", "speedup", "pairs", "reused", "tried")
@@ -45,14 +48,22 @@ class Line:
     most: float
     reused: float
     tried: float
-    """`spec/tried_s` over the seconds of the rollouts with drafts."""
+    """`spec/tried_s` over the seconds of the rollouts with drafts, by the clock on the wall."""
 
     def cells(self) -> tuple[str, ...]:
         pairs = f"{self.least:.2f} to {self.most:.2f}"
         return str(self.rows), self.text, f"{self.speedup:.3f}x", pairs, f"{self.reused:.0%}", f"{self.tried:.1%}"
 
 
-def measure(bench: Bench, text: str) -> Line:
+def timed(work: Callable[[], RolloutBatch], busy: bool) -> tuple[float, RolloutBatch]:
+    """Seconds of a rollout, or of its CPU, with what it returns."""
+    clock = time.process_time if busy else time.perf_counter
+    began = clock()
+    batch = work()
+    return clock() - began, batch
+
+
+def measure(bench: Bench, config: NeverSlowerConfig, text: str) -> Line:
     """Times pairs of rollouts with a text, by an engine that has drafted nothing before."""
     change, replay = TEXTS[text]
     old = bench.old_batch()
@@ -60,13 +71,14 @@ def measure(bench: Bench, text: str) -> Line:
     bench.switch("newer")
     bench.plain(2, replay)  # warms up
     pairs = []
-    for i in range(bench.config.repeats):
-        plain = bench.plain(1, replay) if i % 2 else None
-        batch = bench.timed(bench.rollout(old, replay=replay, change=change))
-        pairs.append((plain or bench.plain(1, replay), batch))
-    plain_s, specrl_s = ([batch.total_s for batch in side] for side in zip(*pairs, strict=True))
+    for i in range(config.repeats):
+        plain = timed(lambda: bench.plain(1, replay), config.busy) if i % 2 else None
+        drafted = timed(lambda: bench.timed(bench.rollout(old, replay=replay, change=change)), config.busy)
+        pairs.append((plain or timed(lambda: bench.plain(1, replay), config.busy), drafted))
+    plain_s, specrl_s = ([seconds for seconds, _ in side] for side in zip(*pairs, strict=True))
     _, least, most = of_pairs(specrl_s, plain_s)
-    done = [completion for _, batch in pairs for completion in batch.completions]
+    batches = [batch for _, (_, batch) in pairs]
+    done = [completion for batch in batches for completion in batch.completions]
     return Line(
         len(bench.rows),
         text,
@@ -74,7 +86,7 @@ def measure(bench: Bench, text: str) -> Line:
         least,
         most,
         reused=sum(sum(c.reused) for c in done) / sum(len(c.tokens) for c in done),
-        tried=sum(batch.stats.tried_s for _, batch in pairs) / sum(specrl_s),
+        tried=sum(batch.stats.tried_s for batch in batches) / sum(batch.total_s for batch in batches),
     )
 
 
@@ -98,7 +110,7 @@ def main(config: NeverSlowerConfig) -> int:
         for rows in config.sizes:
             bench, _ = prepare(replace(config, rows=rows))
             for text in TEXTS:
-                lines.append(measure(bench, text))
+                lines.append(measure(bench, config, text))
                 print(*lines[-1].cells(), flush=True)
     beside = "beside a busy loop on every core" if config.busy else "alone"
     title = f"{config.model}, temperature {config.rollout.temperature:g}, {beside}: {config.repeats} pairs each"
