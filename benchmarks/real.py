@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.paired import generate_seconds, with_config
-from specrl.bench import KINDS, Bench, BenchConfig, prepare, show
+from specrl.bench import KINDS, Bench, BenchConfig, Reading, Result, prepare, show
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.rollout.sections import doc
@@ -97,23 +97,24 @@ def simulate(size: str) -> None:
 def line(config: RealConfig, console: Console) -> dict[str, Any]:
     """Both kinds of drafts, the published rule, and generate, at one temperature and number of rows."""
     bench, old, reading = prepare(config, console.print)
-    result = bench.compare(old, reading, console.print)
+    timings = [bench.time(kind, reading, old, console.print) for kind in KINDS]
+    result = Result(reading, bench.price(old), timings)
     bench.engine.close()
     show(config, result, console)
     found = {"rows": config.rows, "temperature": config.rollout.temperature, **asdict(result)}
     found["advice"] = result.advice()
     if config.rollout.engine == "transformers" and not config.rollout.drafter:
-        found["published"] = [published(bench, old, factor, console) for factor in config.lenience]
+        found["published"] = [published(bench, old, reading, factor, console) for factor in config.lenience]
     if config.rollout.engine == "transformers" and not config.gpu:
         found["generate_s"] = generate_seconds(bench, load_tokenizer(config))
     return found
 
 
-def published(bench: Bench, old: RolloutBatch, lenience: float, console: Console) -> dict[str, Any]:
+def published(bench: Bench, old: RolloutBatch, reading: Reading, lenience: float, console: Console) -> dict[str, Any]:
     """The same old text under SPEC-RL's rule, which accepts it with probability min(1, lenience * p_new / p_old)."""
     rollout = replace(bench.config.rollout, acceptance="lenient", lenience=lenience)
     other = Bench(replace(bench.config, rollout=rollout), bench.model, bench.sampling.eos_ids, bench.rows)
-    timing = asdict(other.time(next(iter(KINDS)), 0.0, old, console.print))
+    timing = asdict(other.time(next(iter(KINDS)), reading, old, console.print))
     del timing["p"]
     return timing | {"kind": "published rule", "lenience": lenience}
 

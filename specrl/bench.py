@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from specrl.rollout.engines.local.engine import TransformersEngine
     from specrl.rollout.engines.vllm.engine import VLLMEngine
 
-KINDS = {"old text, fresh noise": 0.0, "text under the same key": 1.0}
-"""Kinds of drafts, with the `rollout.replay` that makes one of the old text."""
+KINDS = {"old text, fresh noise": (0.0, "fresh"), "text under the same key": (1.0, "same_key")}
+"""Kinds of drafts: the `rollout.replay` that makes one of the old text, and the field of `Reading` that is its p."""
 COLUMNS = ("drafts", "p", "at best", "reused", "measured")
 EPS = 1e-8  # of AdamW
 PAYS = 1.05
@@ -160,13 +160,14 @@ def measure(config: BenchConfig, console: Console) -> Result:
     from rich.progress import Progress
 
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("", total=4 + len(KINDS) * (1 + 2 * config.repeats))
+        task = progress.add_task("", total=3 + len(KINDS) * (1 + 2 * config.repeats))
 
         def doing(what: str) -> None:
             progress.update(task, advance=1, description=what)
 
         bench, old, reading = prepare(config, doing)
-        result = bench.compare(old, reading, doing)
+        timings = [bench.time(kind, reading, old, doing) for kind in KINDS]
+        result = Result(reading, bench.price(old), timings)
     bench.engine.close()
     return result
 
@@ -186,13 +187,12 @@ def prepare(config: BenchConfig, doing: Callable[[str], None]) -> tuple[Bench, R
     doing("old text")
     bench.send()
     old = bench.write()
-    doing("the newer policy")
+    doing("the newer policy, and how it reads the old text")
     if config.old_model:
         model.load_state_dict(newer.state_dict())
     else:
         step(model, bench.rows, old, config.trainer.learning_rate)
     bench.send()
-    doing("reading the old text")
     return bench, old, read(model, bench.sampling, bench.rows, old)
 
 
@@ -253,13 +253,7 @@ class Bench:
         plain = replace(self.config.rollout, acceptance="off")
         return SpeculativeRollout(self.engine, None, plain, self.config.seed).generate(self.rows, visit=0, step=0)
 
-    def compare(self, old: RolloutBatch, reading: Reading, doing: Callable[[str], None]) -> Result:
-        """Times both kinds of drafts."""
-        chances = reading.fresh, reading.same_key
-        timings = [self.time(kind, p, old, doing) for kind, p in zip(KINDS, chances, strict=True)]
-        return Result(reading, self.price(old), timings)
-
-    def time(self, kind: str, p: float, old: RolloutBatch, doing: Callable[[str], None]) -> Timing:
+    def time(self, kind: str, reading: Reading, old: RolloutBatch, doing: Callable[[str], None]) -> Timing:
         """Times pairs of rollouts at the next visit: plain decoding, and drafts of this kind."""
         from specrl.rollout.speculative import SpeculativeRollout
 
@@ -278,7 +272,7 @@ class Bench:
         compared = Divergence.of(batch.completions, plain.completions)
         return Timing(
             kind,
-            p,
+            p=getattr(reading, KINDS[kind][1]),
             reused=sum(sum(c.reused) for c in batch.completions) / sum(len(c.tokens) for c in batch.completions),
             plain_s=statistics.median(plain.total_s for plain, _ in pairs),
             specrl_s=statistics.median(batch.total_s for _, batch in pairs),
@@ -298,7 +292,7 @@ class Bench:
         from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
         from specrl.rollout.speculative import SpeculativeRollout
 
-        rollout = replace(self.config.rollout, replay=KINDS[kind])
+        rollout = replace(self.config.rollout, replay=KINDS[kind][0])
         stage = SpeculativeRollout(self.engine, TrajectoryCache(Fingerprint()), rollout, self.config.seed)
         stage.store(self.rows, old, step=0)
         batch = stage.generate(self.rows, visit=1, step=1)

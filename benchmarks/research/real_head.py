@@ -32,7 +32,7 @@ class HeadConfig(RealConfig):
 def rollouts(config: HeadConfig, **settings: Any) -> Timing:
     """Pairs of rollouts with these settings of `rollout`, and old text under fresh noise."""
     bench, old, reading = prepare(replace(config, rollout=replace(config.rollout, **settings)), lambda doing: None)
-    timing = bench.time(next(iter(KINDS)), reading.fresh, old, lambda doing: None)
+    timing = bench.time(next(iter(KINDS)), reading, old, lambda doing: None)
     bench.engine.close()
     return timing
 
