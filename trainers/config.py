@@ -15,8 +15,6 @@ class DrafterConfig:
     objective: Literal["forward_kl", "tvd"] = doc("tvd", "distance from the policy that is minimised")
     learning_rate: float = doc(1e-4, "AdamW learning rate")
     share: float = doc(0.03, "share of each rollout's tokens to train on, prompts included", high=1)
-    updates: int = doc(4, "maximum gradient steps per round", low=1)
-    tokens_per_update: int = doc(1024, "maximum tokens per gradient step, prompts included", low=1)
 
 
 @dataclass
@@ -53,7 +51,6 @@ class TrainerConfig:
     clip_high: float = doc(0.0, "upper clip range; 0: clip, but 0.28 for dapo, 4e-4 for ratio=sequence with clip=auto")
     beta: float = doc(0.0, "weight of the penalty KL(policy, initial policy)")
     kl_penalty: Literal["reward", "loss"] = doc("reward", "what ppo adds the KL penalty to", only="ppo")
-    kl_target: float = doc(0.0, "KL per token in nats that ppo maintains by adapting beta; 0 keeps beta", only="ppo")
     entropy_bonus: float = doc(0.0, "weight of the entropy in ppo's loss", only="ppo")
     gamma: float = doc(1.0, "discount per token (ppo)", high=1, only="ppo")
     gae_lambda: float = doc(1.0, "lambda of GAE; 1 uses full returns (ppo)", high=1, only="ppo")
@@ -170,6 +167,5 @@ class TrainerConfig:
                 )
         if not self.epochs and not self.max_steps:
             yield "<trainer.epochs> and <trainer.max_steps> train nothing. Try trainer.epochs=1."
-        if self.algorithm == "ppo" and not self.beta and (self.kl_target or self.kl_penalty != "reward"):
-            key = "kl_target" if self.kl_target else "kl_penalty"
-            yield f"<trainer.{key}> needs a KL penalty. Try trainer.beta=0.05."
+        if self.algorithm == "ppo" and not self.beta and self.kl_penalty != "reward":
+            yield "<trainer.kl_penalty> needs a KL penalty. Try trainer.beta=0.05."

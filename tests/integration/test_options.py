@@ -148,7 +148,6 @@ NUMBERS = [
     {"rollout.tie_margin": 0},
     {"rollout.kv_cache_mb": 2},
     {"trainer.beta": 0.1, **GRPO},
-    {"trainer.kl_target": 0.1, **KL},
     {"trainer.entropy_bonus": 0.01, **PPO},
     {"trainer.critic.clip": 0, **GAE},
     {"trainer.minibatches": 2, **PPO},

@@ -60,7 +60,7 @@ def test_every_documented_metric_is_in_the_code():
         {"rollout__replay": 0.5, "rollout__measure_every": 2, "trainer__eval_prompts": 4, "trainer__beta": 0.01},
         {"rollout__drafter": "made here", "trainer__drafter__train": "true", "trainer__epochs": 1},
         {"rollout__acceptance": "lenient", "trainer__epochs": 2, "trainer__updates_per_rollout": 2},
-        {"config": "ppo_math", "trainer__epochs": 2, "trainer__beta": 0.01, "trainer__kl_target": 0.01},
+        {"config": "ppo_math", "trainer__epochs": 2, "trainer__beta": 0.01},
     ],
     ids=["exact", "co-training", "lenient", "ppo"],
 )

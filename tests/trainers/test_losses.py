@@ -5,7 +5,7 @@ import torch
 
 from specrl.trainers.correction import correction_weights
 from specrl.trainers.cotraining.distil import forward_kl, largest, total_variation, tvd
-from specrl.trainers.ppo.objectives import adapted_beta, value_loss
+from specrl.trainers.ppo.objectives import value_loss
 
 LN2 = math.log(2)
 # ratios by row: (1/4, 1, 8), (2, 2, padding), (1, 1, 1)
@@ -135,8 +135,3 @@ def test_the_largest_values_are_kept(share, want):
 def test_clipped_value_error_by_hand(value, old, target, clip, loss):
     actual = value_loss(torch.tensor([[value]]), torch.tensor([[old]]), torch.tensor([[target]]), clip)
     assert actual.item() == pytest.approx(loss)
-
-
-@pytest.mark.parametrize(("kl", "want"), [(0.1, 0.5), (0.11, 0.505), (5.0, 0.51), (0.09, 0.495), (0.0, 0.49)])
-def test_the_kl_weight_moves_towards_its_target(kl, want):
-    assert adapted_beta(0.5, kl, 0.1) == pytest.approx(want)

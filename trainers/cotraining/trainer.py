@@ -32,6 +32,8 @@ from specrl.trainers.cotraining.texts import Read, Tap, Text, chosen
 
 logger = logging.getLogger(__name__)
 
+UPDATES, TOKENS_PER_UPDATE = 4, 1024
+"""Most gradient steps of a round, and most tokens of a step, prompts included."""
 CausalLM = Any  # a model of transformers, a peft model around one, or a head: their stubs type parts as plain Module
 
 
@@ -88,7 +90,6 @@ class DrafterTrainer:
             if not hasattr(model, "base_model") or model.get_output_embeddings() is None:
                 raise RolloutError(f"{type(model).__name__} is not a causal LM of transformers; co-training needs one")
         check_vocab(*(model.get_output_embeddings().weight.shape[0] for model in (self.drafter, self.policy)))
-        self._max_tokens = options.updates * options.tokens_per_update
         self._optimizer = torch.optim.AdamW(self.drafter.parameters(), options.learning_rate, weight_decay=0.0)
         self._tap = Tap(self.policy)
         self.progress = Progress()
@@ -103,9 +104,9 @@ class DrafterTrainer:
             return
         texts = [Text(tuple(prompt), tuple(response)) for prompt, response in rows]
         state.rollouts += 1
-        tokens = min(self._max_tokens, round(self.options.share * sum(map(len, texts))))
+        tokens = min(UPDATES * TOKENS_PER_UPDATE, round(self.options.share * sum(map(len, texts))))
         generator = self._generator("choose", state.rollouts)
-        self._tap.want(chosen(texts, tokens, self.options.tokens_per_update, generator))
+        self._tap.want(chosen(texts, tokens, TOKENS_PER_UPDATE, generator))
 
     def step(self) -> dict[str, Metric]:
         """Learns from the texts that the update has read, the only change of the drafter; returns the metrics.
@@ -121,11 +122,11 @@ class DrafterTrainer:
         return metrics | {"drafter/active": shared(not self.progress.off)}
 
     def _round(self, reads: Sequence[Read]) -> dict[str, Metric]:
-        """Learns once from texts, in at most `updates` gradient steps.
+        """Learns once from texts, in at most UPDATES gradient steps.
 
         A process that has fewer texts than others takes part in every gradient step.
         """
-        parts = distil.to_learn(reads, self.drafter, self.options.tokens_per_update)
+        parts = distil.to_learn(reads, self.drafter, TOKENS_PER_UPDATE)
         self.progress.rounds += 1
         generator = self._generator("mix", self.progress.rounds)
         options = self.options

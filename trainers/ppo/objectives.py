@@ -106,11 +106,3 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Ten
         near = old + (values - old).clamp(-clip, clip)
         error = torch.maximum(error, (near - returns).square())
     return error / 2
-
-
-def adapted_beta(beta: float, kl: float, target: float) -> float:
-    """The KL weight after a rollout (Ziegler et al. 2019, arXiv 1909.08593, sec. 2.2): at most 2 % up or down.
-
-    beta * (1 + 0.1 * clip(kl / target - 1, -0.2, 0.2)).
-    """
-    return beta * (1 + 0.1 * min(max(kl / target - 1, -0.2), 0.2))

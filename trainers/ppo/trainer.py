@@ -87,8 +87,8 @@ class PPOTrainer(GRPOTrainerWithReuse):
             advantages = self._rloo(rewards, mask)
         else:
             advantages = objectives.reinforce_plus_plus(rewards, mask, options.gamma, self._all_reduce)
-        if "ref_per_token_logps" in out:
-            self._note_kl(kl, mask)
+        if penalty:  # else TRL notes it
+            self.note({"kl": shared(self._mean(kl, mask))})
         left_out = [options.mask_truncated and c.finish == "length" for c in batch.batch.completions]
         out["completion_mask"] *= ~torch.tensor(left_out, device=mask.device)[:, None]
         out["num_items_in_batch"] = self._all_reduce(loss_mask(out).sum())
@@ -105,15 +105,6 @@ class PPOTrainer(GRPOTrainerWithReuse):
         variance = self._variance(returns, mask)
         explained = 1 - self._variance(returns - values, mask) / variance if variance > 1e-6 else torch.nan
         self.note({"value/mean": shared(self._mean(values, mask)), "value/explained_variance": shared(explained)})
-
-    def _note_kl(self, kl: Tensor, mask: Tensor) -> None:
-        """Notes the rollout's KL where TRL does not, and moves the KL weight towards its target."""
-        mean_kl = self._mean(kl, mask)
-        if self._options.kl_penalty == "reward":
-            self.note({"kl": shared(mean_kl)})
-        if self._options.kl_target:
-            self.note({"kl_beta": shared(self.beta)})
-            self.beta = objectives.adapted_beta(self.beta, mean_kl, self._options.kl_target)
 
     def _mean(self, values: Tensor, mask: Tensor) -> float:
         """Over the masked tokens of all processes."""
@@ -176,18 +167,15 @@ class PPOTrainer(GRPOTrainerWithReuse):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
+        if self.critic is None:
+            return
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state: dict[str, Any] = {"beta": torch.tensor(self.beta, dtype=torch.float64)}
-        if self.critic is not None:
-            state |= get_model_state_dict(self.critic, options=whole)
+        state: dict[str, Any] = get_model_state_dict(self.critic, options=whole)
         if self.args.should_save:
             save_file(state, Path(output_dir) / STATE)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        state: dict[str, Any] = load_file(Path(checkpoint) / STATE)
-        self.beta = state.pop("beta").item()
-        if self.critic is not None:
+        if checkpoint is not None and self.critic is not None:
+            state: dict[str, Any] = load_file(Path(checkpoint) / STATE)
             set_model_state_dict(self.critic, state, options=StateDictOptions(full_state_dict=True))
