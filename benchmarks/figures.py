@@ -73,7 +73,6 @@ REAL_RUN = (
     "trainer.save_every=8 trainer.learning_rate=1e-6 rollout.measure_every=0 report.plots=false"
 )
 REAL_PAIR = "model={out}/run/model old_model={out}/run/checkpoints/checkpoint-8 rollout.max_new_tokens=64"
-VLLM_06 = "rollout.engine=vllm rollout.vllm.compile=on rollout.temperature=0.6 rows=32 repeats=3"
 SMALL = "trainer.prompts_per_step=2 dataset.train_size=32"
 LONG = "rollout.max_new_tokens=220 rollout.tokens_per_pass=4096"
 FIGURES = {
@@ -120,11 +119,6 @@ FIGURES = {
             f"benchmarks.real {REAL_PAIR} sizes=[32] temperatures=[0.6,1.0] lenience=[] out={{out}}/result.json",
         ),
         json_file,
-    ),
-    "real-vllm": Figure(
-        (REAL_RUN, f"benchmarks.rivals config=grpo_smollm2 {REAL_PAIR} {VLLM_06} out={{out}}/result.json"),
-        json_file,
-        COMPILED,
     ),
     "twins": Figure((TWINS,), json_file, ONE_THREAD),
     "twins-vllm": Figure(
