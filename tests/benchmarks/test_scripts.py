@@ -49,7 +49,14 @@ def test_ahead(tmp_path):
 
 def test_real_on_a_simulated_gpu(tmp_path):
     """Its seconds are those of passes alone: more of them take longer, by as much in each run."""
-    small = ["config=grpo_math", "gpu=1.5B", "temperatures=[1.0]", "rows=8", "repeats=1", "rollout.max_new_tokens=24"]
+    small = [
+        "config=grpo_math",
+        "gpu=1.5B",
+        "temperatures=[1.0]",
+        "sizes=[8]",
+        "repeats=1",
+        "rollout.max_new_tokens=24",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.real", *small, f"out={tmp_path / 'out.json'}"],
         cwd=ROOT,
@@ -66,6 +73,7 @@ def test_real_on_a_simulated_gpu(tmp_path):
         assert timing["plain_s"] == pytest.approx(24 * pass_s, rel=0.1), "with the prompts' pass and the KV"
         assert timing["speedup"] == pytest.approx(timing["plain_s"] / timing["specrl_s"])
         assert timing["differing_rows"] == 0
+    assert [rule["lenience"] for rule in line["published"]] == [1.0, 1.65]
 
 
 def test_timeline(tmp_path):
