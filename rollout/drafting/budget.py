@@ -224,8 +224,7 @@ class Budget:
         empty = self.cost()[0]
         self._plain = empty, (fixed - empty) / max(1, rows)
         chances = {bucket: (n, self.acceptance(bucket)) for bucket, n in count.items()}
-        share = 1.0 if self._refills else self._share
-        paid = share * fixed + (1 - share) * self._passes.fit()[1] * rows  # what ends early saves a row, not its token
+        paid = fixed if self._refills else fixed - (1 - self._share) * empty
         k, goodput = (_one_length if self.padded else _own_lengths)(chances, paid, b)
         self._needed = min(1.0, b * goodput)
         by_model: frozenset[AcceptanceBucket] = frozenset()
