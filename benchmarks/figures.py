@@ -67,12 +67,7 @@ RIVALS = "benchmarks.rivals config=grpo_math_vllm rows=32 out={out}/result.json"
 COMPILED = ONE_THREAD | {"TORCH_COMPILE_DISABLE": "0"}
 AHEAD = "benchmarks.ahead out={out}/result.json"
 TWINS = "benchmarks.twins out={out}/result.json"
-REAL = "benchmarks.real rollout.max_new_tokens=64 trainer.learning_rate=1e-6 out={out}/result.json"
-REAL_RUN = (
-    f"specrl.train config=grpo_smollm2 name=run output_dir={{out}} {NO_EVALUATION} trainer.max_steps=16 "
-    "trainer.save_every=8 trainer.learning_rate=1e-6 rollout.measure_every=0 report.plots=false"
-)
-REAL_PAIR = "model={out}/run/model old_model={out}/run/checkpoints/checkpoint-8 rollout.max_new_tokens=64"
+REAL = "benchmarks.real sizes=[8,32] rollout.max_new_tokens=64 trainer.learning_rate=1e-6 out={out}/result.json"
 SMALL = "trainer.prompts_per_step=2 dataset.train_size=32"
 LONG = "rollout.max_new_tokens=220 rollout.tokens_per_pass=4096"
 FIGURES = {
@@ -115,8 +110,10 @@ FIGURES = {
     "real-gpu-7b": Figure((f"{REAL} gpu=7B repeats=1 lenience=[]",), json_file),
     "real-run": Figure(
         (
-            REAL_RUN,
-            f"benchmarks.real {REAL_PAIR} sizes=[32] temperatures=[0.6,1.0] lenience=[] out={{out}}/result.json",
+            f"specrl.train config=grpo_smollm2 name=run output_dir={{out}} {NO_EVALUATION} trainer.max_steps=16 "
+            "trainer.save_every=8 trainer.learning_rate=1e-6 rollout.measure_every=0 report.plots=false",
+            "benchmarks.real model={out}/run/model old_model={out}/run/checkpoints/checkpoint-8 rows=32 "
+            "rollout.max_new_tokens=64 temperatures=[0.6,1.0] lenience=[] out={out}/result.json",
         ),
         json_file,
     ),

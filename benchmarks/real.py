@@ -54,7 +54,7 @@ SIZES = {
 @dataclass
 class RealConfig(BenchConfig):
     temperatures: list[float] = field(default_factory=lambda: [0.3, 0.6, 1.0], metadata={"help": "to measure at"})
-    sizes: list[int] = field(default_factory=lambda: [8, 32], metadata={"help": "rows of a rollout"})
+    sizes: list[int] = field(default_factory=list, metadata={"help": "several numbers of rows, in the place of rows"})
     lenience: list[float] = field(default_factory=lambda: [1.0, 1.65], metadata={"help": "of the published rule"})
     gpu: str = doc("", "simulate an H100 with a model of this size: 1.5B or 7B; empty measures seconds here")
     repeats: int = doc(2, "timed pairs of each kind of drafts, after one rollout that warms up", low=1)
@@ -126,7 +126,7 @@ def main(config: RealConfig) -> int:
 
     console = Console()
     lines = []
-    for rows in config.sizes:
+    for rows in config.sizes or [config.rows]:
         for temperature in config.temperatures:
             given = replace(config, rows=rows, rollout=replace(config.rollout, temperature=temperature))
             lines.append(line(given, console))

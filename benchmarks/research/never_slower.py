@@ -34,7 +34,7 @@ TEXTS: dict[str, tuple[Change | None, float]] = {"useless": (useless, 0.0), "cut
 
 @dataclass
 class NeverSlowerConfig(PairConfig):
-    sizes: list[int] = field(default_factory=lambda: [8, 32], metadata={"help": "rows of a rollout, for each block"})
+    sizes: list[int] = field(default_factory=list, metadata={"help": "several numbers of rows, in the place of rows"})
     busy: bool = doc(False, "beside a process that loops on every core that this one may use")
 
 
@@ -107,7 +107,7 @@ def main(config: NeverSlowerConfig) -> int:
 
     lines = []
     with load(config.busy):
-        for rows in config.sizes:
+        for rows in config.sizes or [config.rows]:
             bench, _ = prepare(replace(config, rows=rows))
             for text in TEXTS:
                 lines.append(measure(bench, config, text))

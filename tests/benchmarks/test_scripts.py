@@ -49,14 +49,7 @@ def test_ahead(tmp_path):
 
 def test_real_on_a_simulated_gpu(tmp_path):
     """Its seconds are those of passes alone: more of them take longer, by as much in each run."""
-    small = [
-        "config=grpo_math",
-        "gpu=1.5B",
-        "temperatures=[1.0]",
-        "sizes=[8]",
-        "repeats=1",
-        "rollout.max_new_tokens=24",
-    ]
+    small = ["config=grpo_math", "gpu=1.5B", "temperatures=[1.0]", "rows=8", "repeats=1", "rollout.max_new_tokens=24"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.real", *small, f"out={tmp_path / 'out.json'}"],
         cwd=ROOT,
