@@ -139,13 +139,19 @@ class Budget:
                 saved_s += fixed * (1 + even * self._refills) + row * emitted - seconds
         self.account.observe(seconds, saved_s)
 
-    def observe_lead(self, lead: int | None) -> None:
+    def observe_lead(self, lead: int | None, rows: int = 0, padding: int = 0) -> None:
         """Records by how many passes the row that needs most of them is ahead of plain decoding, before a pass.
 
-        The time that a pass takes whatever its rows is saved only where this row needs fewer passes. None while other
-        rows wait for the places of these: then every row that ends early saves some.
+        The time that a pass takes whatever its rows is saved only where this row needs fewer passes.
+
+        Args:
+            lead: None while other rows wait for the places of these: then every row that ends early saves some.
+            padding: by how many positions the attention of `rows` rows is padded further than in plain decoding,
+                because some of them are further ahead than that row. This is paid with or without drafts.
         """
         self._refills = lead is None
+        if padding:
+            self.account.observe(0.0, -self._passes.fit()[3] * padding * rows)
         if lead is not None and lead > self._lead:
             self.account.observe(0.0, self._plain[0] * (lead - self._lead))
             self._lead = lead

@@ -98,7 +98,7 @@ class Drafting:
 
         Rows whose drafter has a proposal but that draft nothing are counted in `stats`.
         """
-        self.budget.observe_lead(self._lead(rows))
+        self._observe_lead(rows)
         plan, drafts = self._without_model(rows)
         paused = Counter(row.bucket for row, draft in zip(rows, drafts, strict=True) if not draft.tokens)
         for bucket in paused.keys() - plan.by_model - {None}:
@@ -109,13 +109,20 @@ class Drafting:
             self._with_model(self.model, rows, drafts, plan)
         return drafts
 
-    def _lead(self, rows: Sequence[Response]) -> int | None:
+    def _observe_lead(self, rows: Sequence[Response]) -> None:
         """See `Budget.observe_lead`."""
         if self._requests:
             self._begun |= {id(row) for row in rows}
         if len(self._begun) < max(1, self._requests):
-            return None
-        return min((len(row.tokens) - row.passes for row in rows if row.drafting), default=0)
+            self.budget.observe_lead(None)
+            return
+        drafting = [row for row in rows if row.drafting]
+        lead = min((row.lead for row in drafting), default=0)
+        padding = 0
+        if self.budget.padded and drafting:
+            even = max(row.length - row.lead for row in drafting) + lead
+            padding = max(row.length for row in drafting) - even
+        self.budget.observe_lead(lead, len(rows), padding)
 
     def guess(self, row: Response, limit: int) -> Sequence[int]:
         """At most `limit` tokens from the row's drafter."""

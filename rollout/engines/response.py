@@ -43,6 +43,11 @@ class Response:
         return len(self.request.prompt) + len(self.tokens)
 
     @property
+    def lead(self) -> int:
+        """Passes that its drafts have saved."""
+        return len(self.tokens) - self.passes
+
+    @property
     def last(self) -> int:
         return self.tokens[-1] if self.tokens else self.request.prompt[-1]
 

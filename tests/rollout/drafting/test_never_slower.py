@@ -10,13 +10,13 @@ import pytest
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.cost import SHARE, Account
 
-MACHINES = {  # seconds of a pass, of each of its rows, and of each of its tokens
-    "a small model on a CPU": (6.4e-3, 1.7e-4, 2.0e-5),
-    "a real model on a CPU": (45e-3, 4e-4, 2.0e-3),
-    "a GPU": (8.0e-3, 2e-5, 3e-5),
+MACHINES = {  # seconds of a pass, of each of its rows and tokens, and of each position to which a token is padded
+    "a small model on a CPU": (6.4e-3, 1.7e-4, 2.0e-5, 0.0),
+    "a real model on a CPU": (45e-3, 4e-4, 2.0e-3, 1e-5),
+    "a GPU": (8.0e-3, 2e-5, 3e-5, 0.0),
 }
 ROWS = {"a small model on a CPU": (8, 32, 64, 256), "a real model on a CPU": (8, 16, 32), "a GPU": (8, 32, 256)}
-TOKENS, ROLLOUTS = 96, 6
+PROMPT, TOKENS, ROLLOUTS = 60, 96, 6
 
 
 @dataclass
@@ -49,15 +49,15 @@ def rollouts(machine: str, rows: int, text: str, asking: float = 0.01, load: flo
         asking: time to get the drafts of a pass, as a share of `fixed`.
         load: other work makes each pass longer by up to this factor.
     """
-    fixed, row_s, token_s = MACHINES[machine]
+    fixed, row_s, token_s, position_s = MACHINES[machine]
     rng = random.Random(0)
-    budget = Budget(padded=False)
+    budget = Budget(padded=position_s > 0)
 
-    def pass_s(live: int, tokens: int) -> float:
-        return (fixed + row_s * live + token_s * tokens) * (1 + load * rng.random())
+    def pass_s(live: int, tokens: int, width: int) -> float:
+        return (fixed + row_s * live + (token_s + position_s * width) * tokens) * (1 + load * rng.random())
 
     for live, tokens in ((1, 1), (1, 256), (32, 32)):
-        budget.calibrate([(tokens, pass_s(live, tokens))], live)
+        budget.calibrate([(tokens, pass_s(live, tokens, tokens // live))], live, tokens // live)
     plain_s = spent_s = 0.0
     for _ in range(ROLLOUTS):
         budget.next_rollout()
@@ -66,10 +66,11 @@ def rollouts(machine: str, rows: int, text: str, asking: float = 0.01, load: flo
         states, emitted = ["start"] * rows, [0] * rows
         for passed in range(TOKENS):
             live = sum(length > passed for length in lengths)
-            plain_s += pass_s(live, live) if live else 0.0
+            plain_s += pass_s(live, live, PROMPT + passed) if live else 0.0
         passes = 0
         while active := [i for i in range(rows) if emitted[i] < lengths[i]]:
-            budget.observe_lead(min(emitted[i] for i in active) - passes)
+            least, most = min(emitted[i] for i in active), max(emitted[i] for i in active)
+            budget.observe_lead(least - passes, len(active), (most - least) * budget.padded)
             passes += 1
             spent_s += one_pass(budget, active, texts, states, emitted, pass_s, asking * fixed, rng)
         budget.end_rollout()
@@ -80,13 +81,14 @@ def one_pass(budget, active, texts, states, emitted, pass_s, asking, rng) -> flo
     """What an engine does for a pass of the rows `active`. Returns its seconds, those of the drafters included."""
     before = sum(emitted[i] for i in active)
     asked = budget.skipping_plan() is None
+    width = PROMPT + max(emitted[i] for i in active)
     plan = {}
     if asked:
         buckets = [(states[i], "prefix") for i in active]
-        plan = budget.affordable(buckets, budget.plan(buckets)).lengths
+        plan = budget.affordable(buckets, budget.plan(buckets, width=width)).lengths
     drafts = {i: plan[states[i], "prefix"] if asked else 0 for i in active}
     tokens = len(active) + sum(drafts.values())
-    seconds = pass_s(len(active), tokens)
+    seconds = pass_s(len(active), tokens, width)
     for i, drafted in drafts.items():
         seen = drafted or 1  # where nothing is drafted the first token of the proposal is compared with the sample
         accepted = texts[i].accepted(emitted[i], seen, rng)
@@ -95,7 +97,7 @@ def one_pass(budget, active, texts, states, emitted, pass_s, asking, rng) -> flo
             states[i] = "agreeing" if accepted == seen else "diverged" if accepted else "lost"
         emitted[i] += 1 + (accepted if drafted else 0)
     new = sum(emitted[i] for i in active) - before
-    budget.observe_pass(tokens, seconds, len(active), emitted=new, asking=asking if asked else None)
+    budget.observe_pass(tokens, seconds, len(active), width, new, asking=asking if asked else None)
     return seconds + asking * asked
 
 
