@@ -189,6 +189,31 @@ def reward_difference(run: RunRecords, baseline: RunRecords | None) -> dict | No
     return {"mean": mean, "low": mean - half, "high": mean + half, "n": n, "sentence": sentence}
 
 
+def advice(run: RunRecords, measured: Comparison | None) -> dict | None:
+    """Whether drafts pay for this policy and what to switch on, for report.json; None if control steps do not tell."""
+    timed = (
+        [row.speedup for row in measured.rows if row.speedup and row.phase.startswith("rollout")] if measured else []
+    )
+    if not timed or timed[0].low is None:
+        return None
+    if timed[0].low > 1:
+        return {"pays": True, "sentence": "Drafts pay for this policy."}
+    known = [mean(later(run.steps), key) for key in ("entropy", "spec/paused_acceptance", "spec/paused_needed")]
+    why = ""
+    if None not in known:
+        entropy, accepted, needed = known
+        why = (
+            f" At an entropy of {entropy:.2f} nats a draft token is accepted with probability {accepted:.2f}, and pays "
+            f"from {needed:.2f} on."
+        )
+    sentence = (
+        f"Drafts do not make these rollouts faster.{why} What bounds text under the same key is the change of the "
+        "weights: set cluster.num_workers for rollouts ahead, or rollout.twin in a sweep of one seed. To time both: "
+        f"python -m specrl.bench config={run.path}/config.yaml"
+    )
+    return {"pays": False, "sentence": sentence}
+
+
 def rule(config: Config | None) -> str:
     """The rollout rule of a run: its name, a colon, and a sentence about the distribution that it samples from."""
     if config is None:

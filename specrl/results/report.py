@@ -15,6 +15,7 @@ from rich.console import Console
 from specrl.results import tables
 from specrl.results.evidence import (
     Comparison,
+    advice,
     against_baseline,
     ahead,
     evaluations,
@@ -65,7 +66,7 @@ class Report:
         tables.note(console, f"report: {self.files[0]}")
 
     def _sentences(self) -> list[str]:
-        parts = (self.summary[key] for key in ("ahead", "evaluations", "reward_difference"))
+        parts = (self.summary[key] for key in ("advice", "ahead", "evaluations", "reward_difference"))
         return [part["sentence"] for part in parts if part]
 
     def page(self, picture: str = "") -> str:
@@ -141,6 +142,7 @@ def summarise(run: RunRecords, baseline: RunRecords | None, comparisons: dict[st
         "steps": len(steps),
         "finished": run.finished,
         **{kind: each.summary() for kind, each in comparisons.items()},
+        "advice": advice(run, comparisons.get("measured")),
         "ahead": ahead(run, baseline),
         "evaluations": evaluations(run.evals),
         "reward_difference": reward_difference(run, baseline),

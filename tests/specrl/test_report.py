@@ -451,6 +451,19 @@ def test_rollouts_ahead_by_hand(tmp_path):
     assert "step" not in ahead(run, load_run(tmp_path / "off")), "another machine"
 
 
+def test_a_run_ends_with_advice_on_its_drafts(tmp_path):
+    pays = write_report(make_run(tmp_path / "pays", STEADY), plots=False)
+    assert pays.summary["advice"]["pays"]
+    seen = {"entropy": 1.5, "spec/paused_acceptance": 0.25, "spec/paused_needed": 0.4}
+    slow = write_report(
+        make_run(tmp_path / "slow", [step | {"spec/plain_s": 1.0} | seen for step in STEADY]), plots=False
+    )
+    assert not slow.summary["advice"]["pays"]
+    assert all(number in slow.page() for number in ("1.50 nats", "0.25", "0.40")), "what was accepted, and what pays"
+    assert f"specrl.bench config={tmp_path / 'slow' / 'config.yaml'}" in slow.page()
+    assert write_report(make_run(tmp_path / "short", STEADY[:4]), plots=False).summary["advice"] is None
+
+
 def test_the_rewards_of_runs_with_equal_seeds_are_compared_step_by_step(tmp_path):
     """Differences 0.1, 0.3, 0.1, 0.3 ...: blocks of 1, 1, 2, 1, 1 and 2 steps, whose deviations are 0.1 or 0."""
     rewards = [0.5 + 0.1 * (1 + 2 * (i % 2)) for i in range(8)]
