@@ -29,8 +29,13 @@ class RolloutConfig:
     )
     ahead: Literal["auto", "off"] = doc(
         "auto",
-        "auto: idle rollout workers begin the next batch, and the new weights verify its text (docs/ahead.md); needs "
-        "acceptance=exact and workers with CPUs or GPUs of their own",
+        "auto: idle rollout workers, with CPUs or GPUs of their own, or passes with room begin the next batch, and the "
+        "new weights verify its text (docs/ahead.md); needs acceptance=exact",
+    )
+    fill: int | Literal["auto"] = doc(
+        "auto",
+        "without workers: rows of the next batch join passes of fewer tokens than this, the number up to which a pass "
+        "takes no longer. auto: timed on GPUs, 0 on CPUs and where vLLM drafts on the device; 0 is off (docs/ahead.md)",
     )
     replay: float = doc(
         0.0,
@@ -131,6 +136,13 @@ class RolloutConfig:
             )
         if self.twin and self.acceptance != "exact":
             yield "<rollout.twin> gives drafts to exact acceptance, not to <rollout.acceptance>. Leave it out."
+        if self.fill not in ("auto", 0):
+            if self.acceptance != "exact":
+                yield "<rollout.fill> rolls out ahead, which <rollout.acceptance> does not. Leave it out."
+            elif self.ahead == "off":
+                yield "<rollout.fill> has no effect with <rollout.ahead>. Leave it out."
+            elif self.engine == "vllm" and self.vllm.on_device:
+                yield f"<rollout.fill> needs drafts from the host, not from {self.vllm.on_device}. Leave it out."
         if self.cache.log and self.lossy:
             yield "<rollout.cache.log> keeps what keys decide, not what <rollout.acceptance> accepts. Leave it out."
         if self.engine == "vllm":

@@ -91,6 +91,8 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, Metric]:
         metrics["spec/twin_unchanged_ratio"] = mean(sum(same is True for same in batch.twin), rows)
     if batch.ahead:
         metrics |= _ahead_metrics(batch, total)
+    if stats.ahead_tokens:
+        metrics["spec/ahead_tokens"] = count(stats.ahead_tokens)
     if stats.paused:
         metrics["spec/paused_acceptance"] = mean(stats.paused_acceptance, stats.paused)
         metrics["spec/paused_needed"] = mean(stats.paused_needed, stats.paused)

@@ -36,8 +36,9 @@ class SpeculativeRollout:
         batch = rollout.generate(rows, visit=visits.next([row.example_id for row in rows]), step=step)
         rollout.store(rows, batch, step=step)
 
-    Before `generate` the rows of the next batch may be announced: idle workers roll them out ahead, with their present
-    weights and the keys of those rows, and the rows draft from these texts first.
+    Before `generate` the rows of the next batch may be announced: idle workers, or passes that the batch leaves room
+    in, roll them out ahead, with their present weights and the keys of those rows, and the rows draft from these texts
+    first.
 
     Args:
         engine: produces the responses; its weights are the current policy's.
@@ -138,8 +139,13 @@ class SpeculativeRollout:
         if self.config.acceptance != "exact":
             return f"it needs rollout.acceptance=exact, not {self.config.acceptance}"
         if not isinstance(self.engine, WorksAhead):
-            return "it needs rollout workers, cluster.num_workers is 0"
+            return "this engine cannot"
         return self.engine.not_ahead
+
+    @property
+    def how_ahead(self) -> str:
+        """What is idle and rolls out ahead, as a clause; empty where nothing does."""
+        return self.engine.how_ahead if isinstance(self.engine, WorksAhead) and self.runs_ahead else ""
 
     @property
     def runs_ahead(self) -> bool:
@@ -149,7 +155,7 @@ class SpeculativeRollout:
     def announce(self, rows: Sequence[Row], *, visit: Sequence[int], sample_indices: Sequence[int]) -> None:
         """Names the rows that the `generate` after the next one will probably ask for, with their visits and samples.
 
-        Workers that the next `generate` leaves idle begin them, and those of earlier calls. A wrong guess costs time.
+        What the next `generate` leaves idle begins them, and those of earlier calls. A wrong guess costs time.
         """
         if rows and self.runs_ahead:
             self._announced += self._plan(rows, sample_indices, visit, "rollout")

@@ -174,6 +174,8 @@ class EngineStats:
     passes: int = 0
     forward_tokens: int = 0
     """Tokens pushed through the model, rejected ones and prompts included."""
+    ahead_tokens: int = 0
+    """Tokens emitted by rows of the next batch."""
     drafted: int = 0
     accepted: int = 0
     sources: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -57,7 +57,7 @@ def monitored(run: Run, run_dir: RunDir) -> Monitor | None:
     )
     watch(run, monitor)
     why_not = rollouts.source.not_ahead
-    ahead = f"off, because {why_not}" if why_not else "on, idle workers begin the next batch"
+    ahead = f"off, because {why_not}" if why_not else f"on, {rollouts.source.how_ahead}"
     for line in (rounding, *run.notes, f"Rollouts ahead: {ahead}", *warnings(config)):
         if line:
             monitor.note(line)

@@ -118,6 +118,7 @@ class Budget:
         emitted: int = 0,
         asking: float | None = None,
         further: bool = False,
+        ahead: tuple[int, int] = (0, 0),
     ) -> None:
         """Records that a pass of `rows` rows and `tokens` tokens, which attend to `width` positions, took `seconds`.
 
@@ -127,8 +128,13 @@ class Budget:
             asking: seconds taken to get the drafts of this pass; None if no drafter was called.
             further: the drafts were got for an earlier pass, as a batch is split over several; such a pass is not used
                 to evaluate drafting.
+            ahead: rows of the next batch in the pass, and their tokens, whose seconds are not those of drafts.
         """
-        self._passes.observe(tokens, seconds, rows, width)
+        others, their_tokens = ahead
+        self._passes.observe(tokens + their_tokens, seconds, rows + others, width)
+        if others:
+            _, row_s, token_s, position_s = self._passes.fit()
+            seconds -= row_s * others + (token_s + position_s * width) * their_tokens
         saved_s = 0.0
         if rows and not further and asking is not None:
             fixed, row = self._plain

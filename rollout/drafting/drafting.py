@@ -129,13 +129,21 @@ class Drafting:
         self._guess([row], [limit])
         return [*row.guess.tokens]
 
+    def fit(self, rows: Sequence[Response], tokens: int) -> list[Draft]:
+        """The drafts of rows of the next batch that have so many tokens of a pass together, an equal part each."""
+        each = tokens // len(rows) - 1 if rows else 0
+        return [Draft(self.guess(row, max(0, min(each, row.remaining - 1))), row.guess.source) for row in rows]
+
     def advance(
         self, row: Response, draft: Draft, accepted: Accepted, eos_ids: frozenset[int], stats: EngineStats
     ) -> int:
         """The row emits what a rule made of a pass that verified this draft; returns the number of its new tokens."""
         emitted = row.emit(accepted, eos_ids)
         self.learn(row, draft, accepted.tokens, accepted.drafted)
-        stats.count(draft.source, len(draft.tokens), min(accepted.drafted, emitted))
+        if row.ahead:
+            stats.ahead_tokens += emitted
+        else:
+            stats.count(draft.source, len(draft.tokens), min(accepted.drafted, emitted))
         return emitted
 
     def learn(self, row: Response, draft: Draft, tokens: Sequence[int], drafted: int) -> None:

@@ -258,10 +258,12 @@ class WorksAhead(Protocol):
 
     not_ahead: str
     """Why it cannot; empty if it can."""
+    how_ahead: str
+    """A clause that says which of its resources does so."""
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Rolls these out as far as possible, replacing what was begun before: on the workers that the next calls of
-        `generate` leave idle, and after these calls."""
+        `generate` leave idle, and after these calls; or in the next call's passes."""
 
     def stop(self) -> tuple[dict[int, AheadText], float]:
         """Stops that within a pass; returns the texts so far by noise key, and the worker seconds that they took."""

@@ -28,6 +28,8 @@ class Response:
     seconds: float = 0.0
     passes: int = 0
     drafting: bool = True
+    ahead: bool = False
+    """It belongs to the next batch."""
     guess: Draft = EMPTY
     """What its own drafter expects next, drafted or not; empty if it was not asked."""
     bucket: AcceptanceBucket = None

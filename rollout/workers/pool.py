@@ -75,6 +75,8 @@ class RolloutPool:
         """Of all workers, each of which has started."""
         return [worker.info for worker in self._workers if worker.info]
 
+    how_ahead = "idle workers begin the next batch"
+
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate."""
         done: dict[int, Completion] = {}

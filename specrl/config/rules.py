@@ -153,6 +153,8 @@ def _size_rules(c: Config) -> Iterator[str]:
     if c.cluster.num_workers and c.rollout.engine == "vllm" and 0 < gpus < shards:
         near = f"Try cluster.gpus_per_worker={shards}"
         yield f"<rollout.vllm.tensor_parallel> needs as many GPUs per worker, not <cluster.gpus_per_worker>. {near}."
+    if c.cluster.num_workers and c.rollout.fill not in ("auto", 0):
+        yield "<rollout.fill> has no effect with <cluster.num_workers>: idle workers roll out ahead. Leave it out."
     if c.trainer.overlong_tokens(cap) >= cap:
         near = f"Try trainer.overlong_buffer={cap // 5}"
         yield f"<trainer.overlong_buffer> must be below <rollout.max_new_tokens>. {near}."
@@ -212,7 +214,10 @@ class Change(NamedTuple):
 
 MAY_CHANGE = {
     *("output_dir", "resume", "device", "cluster", "report", "rollout.cache"),
-    *(f"rollout.{name}" for name in ("ahead", "measure_every", "rows_per_batch", "tokens_per_pass", "logits_mb")),
+    *(
+        f"rollout.{name}"
+        for name in ("ahead", "fill", "measure_every", "rows_per_batch", "tokens_per_pass", "logits_mb")
+    ),
     *("rollout.kv_cache_mb", "trainer.rows_per_pass", "trainer.gradient_checkpointing", "trainer.save_every"),
     *("trainer.keep_checkpoints", "trainer.eval_every", "trainer.eval_prompts", "trainer.log_completions_every"),
     *(f"reward.{name}" for name in ("timeout_s", "memory_mb", "workers", "start_timeout_s", "max_failure_ratio")),

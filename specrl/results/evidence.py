@@ -136,7 +136,7 @@ def ahead(run: RunRecords, baseline: RunRecords | None) -> dict | None:
     result: dict[str, Any] = {name: mean(steps, f"spec/{name}") for name in names}
     tokens, done, unchanged = (value or 0.0 for value in result.values())
     sentence = (
-        f"Rollouts ahead: {tokens:.0%} of the tokens had been generated ahead by idle workers. {done:.0%} of the rows "
+        f"Rollouts ahead: {tokens:.0%} of the tokens had been generated ahead. {done:.0%} of the rows "
         f"had ended before their rollout began, and {unchanged:.0%} were accepted unchanged."
     )
     if baseline and baseline.config and baseline.config.rollout.ahead == "off" and not other_machine(run, baseline):

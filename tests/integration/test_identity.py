@@ -125,6 +125,31 @@ def test_control_steps_change_nothing():
     assert [s.metrics.get("spec/control_mismatches") for s in measured.steps[1::2]] == [0] * 4
 
 
+FILLED = {
+    "grpo": {},
+    "dapo, refills": DYNAMIC,
+    "ppo": {"config": "ppo_math", **MANY},
+    "two updates, small passes": MANY | VARIANTS["two updates, narrow sampling, small passes"],
+    "evaluations and control steps between": {
+        "trainer__eval_every": 1,
+        "trainer__eval_prompts": 2,
+        "rollout__measure_every": 2,
+        **MANY,
+    },
+}
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_rows_of_the_next_batch_in_the_passes_of_this_one_change_nothing(name):
+    off = recorded(rollout__acceptance="off", **FILLED[name])
+    for fill in (32, 150):
+        filled = recorded(rollout__acceptance="exact", rollout__fill=fill, **FILLED[name])
+        assert differences(off, filled) == []
+    ahead = [step.metrics for step in filled.steps if step.metrics["spec/ahead_ratio"] > 0]
+    assert len(ahead) >= len(filled.steps) // 2
+    assert any(step["spec/ahead_unchanged_ratio"] < step["spec/ahead_done_ratio"] for step in ahead), "drift was seen"
+
+
 # Interrupted and resumed ---------------------------------------------------------------------------------------------
 
 

@@ -80,6 +80,14 @@ def test_control_weights_that_are_not_sent(tmp_path, model):
         vllm(tmp_path, model, sabotage, trainer__learning_rate=1e-2)
 
 
+def test_rows_of_the_next_batch_in_the_steps_of_this_one_change_nothing(tmp_path, model, plain):
+    filled = vllm(tmp_path, model, rollout__fill=64, rollout__measure_every=2)
+    assert differences(plain, filled) == []
+    assert filled.steps[0].metrics["spec/ahead_tokens"] > 0
+    assert sum(step.metrics["spec/ahead_ratio"] > 0 for step in filled.steps) >= 2
+    assert all(log["spec/control_mismatches"] == 0 for log in logs(filled) if "spec/control_mismatches" in log)
+
+
 def test_a_resumed_run_with_rollouts_ahead_is_the_uninterrupted_run(tmp_path, model, plain):
     with mock.patch.object(specrl.run.run, "build_engine", lambda spec, *_: Spare(build_engine(spec), 5)):
         first = vllm(tmp_path, model, trainer__max_steps=3, trainer__save_every=3)

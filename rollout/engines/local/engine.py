@@ -3,7 +3,7 @@
 A row gets a slab of KV memory and its prompt is prefilled (once per distinct prompt). Then every pass carries the row's
 last token and a draft of the next ones, samples a token after each of them, and the row emits what the acceptance rule
 accepts; the KV of rejected tokens is overwritten by the next pass. A row without a draft carries one token. Rows that
-finish leave their slabs to rows that wait.
+finish leave their slabs to rows that wait, and at last to rows of the next batch, which stop when the batch has ended.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -31,6 +31,7 @@ from specrl.rollout.engines.base import (
     gc_frozen,
     out_of_memory,
 )
+from specrl.rollout.engines.filling import FillsPasses, joining, room
 from specrl.rollout.engines.local.memory import max_concurrent_rows, row_tokens
 from specrl.rollout.engines.local.model import InFlightPass, PackedModel, base_model
 from specrl.rollout.engines.local.probe import packed_model
@@ -58,7 +59,12 @@ class Cohort:
     in_flight: list[InFlightPass] = field(default_factory=list)
 
 
-class TransformersEngine:
+def at_work(waiting: Collection[Response], cohorts: Iterable[Cohort]) -> bool:
+    """Whether the batch's own rows have not all ended; those of the next batch stop with them."""
+    return bool(waiting) or any(not row.ahead for cohort in cohorts for row in cohort.rows.values())
+
+
+class TransformersEngine(FillsPasses):
     """Generates with any decoder-only causal LM of transformers that uses its attention interface.
 
     No KV outlives a `generate` call, or the session around several, so nothing stale can be served.
@@ -100,14 +106,21 @@ class TransformersEngine:
         self._session: Session | None = None
         self._max_rows = self.limits.rows_per_batch  # rows at a time that are known to fit
         self._last_settled = 0.0  # when the last pass was settled
+        super().__init__()
         self.drafting.attach(self.policy)
+        if self.limits.fill != "auto":
+            self.fill = self.limits.fill
+        elif self.device.type != "cpu":
+            self.fill = room(lambda tokens: self.policy.timing(tokens, tokens)[1])
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate. Prompts need at least one token and must fit the model's context with the response."""
         rows, stats = self._rows(requests), EngineStats()
+        ahead = self._rows(self.take_announced(), len(rows))
         self.drafting.begin(requests)
-        self._run(rows, stats)
+        self._run(rows, stats, ahead)
         self.drafting.end(rows, stats)
+        self.keep(ahead)
         return [row.completion(self.weight_version) for row in rows], stats
 
     def ahead(self, requests: Sequence[Request], stop: Callable[[], bool]) -> list[AheadText]:
@@ -165,18 +178,23 @@ class TransformersEngine:
     def close(self) -> None:
         """Nothing to free: the model belongs to the trainer."""
 
-    def _rows(self, requests: Sequence[Request]) -> list[Response]:
+    def _rows(self, requests: Sequence[Request], own: int | None = None) -> list[Response]:
+        """Args: own: rows of the batch, if these requests are of the next one; they are numbered after them."""
         if self.fault:
             raise RolloutError(f"{self.fault}; send the weights again before generating")
         for request in requests:
             check_request(request, self.vocab, self.context, self.limit)
-        return [Response(request, drafting=not request.plain, number=i) for i, request in enumerate(requests)]
+        return [
+            Response(request, number=i, drafting=not request.plain, ahead=own is not None)
+            for i, request in enumerate(requests, own or 0)
+        ]
 
-    def _run(self, rows: list[Response], stats: EngineStats) -> None:
-        """Finishes all rows, as many at a time as fit the memory.
+    def _run(self, rows: list[Response], stats: EngineStats, ahead: Sequence[Response] = ()) -> None:
+        """Finishes all rows, as many at a time as fit the memory, and decodes rows of the next batch beside them.
 
-        If memory runs out nevertheless, fewer rows run at a time from then on, also in later rollouts. No row loses
-        what it has emitted; its KV is computed again. Which rows share a pass changes no token.
+        If memory runs out nevertheless, rows of the next batch go first, and then fewer rows run at a time, from then
+        on, also in later rollouts. No row loses what it has emitted; its KV is computed again. Which rows share a pass
+        changes no token.
         """
         with ExitStack() as stack:
             for context in (gc_frozen, self.policy.inference, self.drafting.inference):
@@ -184,14 +202,20 @@ class TransformersEngine:
             while any(row.finish is None for row in rows):
                 size = self._session.slabs if self._session else self._plan([row.request for row in rows])
                 try:
-                    self._decode(rows, size, stats)
+                    self._decode(rows, size, stats, ahead)
                 except Exception as error:
                     if not out_of_memory(error):
                         raise
                     reason = str(error)  # the error itself would keep the tensors that fill the memory
                 else:
                     continue
-                self._halve(size, reason)
+                if ahead:
+                    ahead, self.fill = [], 0
+                    log.warning(
+                        "out of memory (%s); from now on no rows of the next batch join, as rollout.fill=0", reason
+                    )
+                else:
+                    self._halve(size, reason)
 
     def _halve(self, size: int, reason: str) -> None:
         """Remembers that `size` rows do not fit."""
@@ -224,30 +248,40 @@ class TransformersEngine:
         draft_models = [self.drafting.model.packed] if self.drafting.model else []
         return max_concurrent_rows(requests, [self.policy, *draft_models, *others], self._max_rows)
 
-    def _decode(self, rows: list[Response], size: int, stats: EngineStats) -> None:
+    def _decode(self, rows: list[Response], size: int, stats: EngineStats, ahead: Sequence[Response] = ()) -> None:
         """Decodes rows to their ends: draft, launch, settle, and admit waiting rows where others have ended.
+
+        Where no row waits, rows `ahead`, of the next batch, are admitted too; they stop with the last of the others.
 
         Where passes run while the host goes on, many rows go in two cohorts: the host settles and drafts for one while
         the other's pass runs. Args: size: rows at a time.
         """
-        requests = [row.request for row in rows]
-        policy = Reader(self.policy, requests, size, self.tie_margin, self.drafting.keeps_states, self._session)
-        self.drafting.open(requests, size, policy)
+        room = self._plan([row.request for row in (*rows, *ahead)]) if ahead else 0
+        if room < size:  # their longer prompts would take the memory of the batch's own rows
+            ahead = []
+        requests = [row.request for row in (*rows, *ahead)]
+        slabs = max(size, min(room, self.fill))
+        policy = Reader(self.policy, requests, slabs, self.tie_margin, self.drafting.keeps_states, self._session)
+        self.drafting.open(requests, slabs, policy)
         waiting = deque(row for row in rows if row.finish is None)
+        beside = deque(ahead)
         cohorts = [Cohort() for _ in range(1 + (self.policy.overlaps and min(size, len(waiting)) >= OVERLAP))]
-        while waiting or any(cohort.rows for cohort in cohorts):
+        while at_work(waiting, cohorts):
             for cohort in cohorts:
                 self._settle(policy, cohort, stats)
-                self._leave(policy, cohort, closing=not waiting)
-                count = min(policy.free, -(-size // len(cohorts)) - len(cohort.rows), len(waiting))
-                if count and (count == len(waiting) or count >= size // 8):  # several at a time, as each time is a pass
-                    self._admit(policy, cohort, [waiting.popleft() for _ in range(count)], stats)
-                if cohort.rows:
+                self._leave(policy, cohort, closing=not waiting and not beside)
+                for queue, most in (waiting, size), (beside, 0 if waiting else min(self.fill, slabs)):
+                    count = min(policy.free, joining(len(cohort.rows), len(queue), -(-most // len(cohorts))))
+                    if count > 0:
+                        self._admit(policy, cohort, [queue.popleft() for _ in range(count)], stats)
+                if cohort.rows and at_work(waiting, cohorts):
                     self._launch(policy, cohort, stats)
             if len(cohorts) > 1 and not waiting and sum(len(cohort.rows) for cohort in cohorts) < OVERLAP:
                 for cohort in cohorts:
                     self._settle(policy, cohort, stats)
                 cohorts = [Cohort({number: row for cohort in cohorts for number, row in cohort.rows.items()})]
+        for cohort in cohorts:
+            self._settle(policy, cohort, stats)  # rows of the next batch alone
         stats.ties += policy.ties
 
     def _admit(self, policy: Reader, cohort: Cohort, rows: list[Response], stats: EngineStats) -> None:
@@ -274,10 +308,14 @@ class TransformersEngine:
     def _launch(self, policy: Reader, cohort: Cohort, stats: EngineStats) -> None:
         """Drafts for the rows of a cohort and launches their passes; settles them too if the host has to wait."""
         began = time.perf_counter()
-        drafts = self.drafting.propose([*cohort.rows.values()], stats)
+        own = {number: row for number, row in cohort.rows.items() if not row.ahead}
+        cohort.drafts = dict(zip(own, self.drafting.propose([*own.values()], stats), strict=True))
+        left = max(0, self.fill - sum(1 + len(draft.tokens) for draft in cohort.drafts.values()))
+        beside = {number: row for number, row in cohort.rows.items() if row.ahead}
+        joining_in = [*beside][:left]
+        cohort.drafts |= zip(joining_in, self.drafting.fit([beside[n] for n in joining_in], left), strict=True)
         stats.draft_s += time.perf_counter() - began
-        cohort.drafts = dict(zip(cohort.rows, drafts, strict=True))
-        feed = {number: [row.last, *cohort.drafts[number].tokens] for number, row in cohort.rows.items()}
+        feed = {number: [cohort.rows[number].last, *draft.tokens] for number, draft in cohort.drafts.items()}
         asking_s = self.drafting.asking
         for part in policy.parts(feed):
             in_flight = policy.launch(part)
@@ -291,7 +329,8 @@ class TransformersEngine:
         """Waits for the passes of a cohort; its rows emit what is accepted."""
         for in_flight in cohort.in_flight:
             began = time.perf_counter()
-            tokens = sum(map(len, in_flight.feed.values()))
+            ahead = [len(fed) for number, fed in in_flight.feed.items() if cohort.rows[number].ahead]
+            tokens = sum(map(len, in_flight.feed.values())) - sum(ahead)
             emitted_tokens = 0
             for number, samples in policy.collect(in_flight):
                 if not samples.usable:
@@ -300,15 +339,22 @@ class TransformersEngine:
                 accepted = self.rule(row.request.key, draft, samples)
                 self.drafting.advance(row, draft, accepted, self.sampling.eos_ids, stats)
                 policy.rollback(number, len(row.tokens) - 1)
-                emitted_tokens += len(accepted.tokens)
+                emitted_tokens += 0 if row.ahead else len(accepted.tokens)
             now = time.perf_counter()
             device_s = now - max(in_flight.began, self._last_settled)  # from when the device was free for it
-            rows, width, asking_s = len(in_flight.feed), policy.width, in_flight.asking_s
+            rows, width, asking_s = len(in_flight.feed) - len(ahead), policy.width, in_flight.asking_s
             further = asking_s is None and tokens > rows
             self.drafting.budget.observe_pass(
-                tokens, device_s, rows, width, emitted_tokens, asking=asking_s, further=further
+                tokens,
+                device_s,
+                rows,
+                width,
+                emitted_tokens,
+                asking=asking_s,
+                further=further,
+                ahead=(len(ahead), sum(ahead)),
             )
             self._last_settled = now
             host_s = in_flight.launch_s + now - began  # the host's part, which adds up to wall clock
-            stats.count_pass(tokens, host_s, tokens > rows)
+            stats.count_pass(tokens + sum(ahead), host_s, tokens > rows)
         cohort.in_flight.clear()

@@ -8,6 +8,7 @@ later; it only counts per row and step.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -20,6 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from specrl.rollout.drafting.draft import ask
 from specrl.rollout.drafting.suffix import SuffixDrafter
+from specrl.rollout.engines.filling import joining
 from specrl.rollout.engines.response import refuse_unusable
 from specrl.rollout.engines.vllm.device import MOST_TEXTS
 from specrl.rollout.engines.vllm.device_scheduler import DraftLengths
@@ -48,18 +50,36 @@ class Flow:
         self._scheduler = core.engine_core.scheduler
         self._scheduler.drafts = self.drafts
 
-    def run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool], weight_version: int) -> EngineStats:
-        """Finishes every row, unless `stop` says before a step that this is enough."""
+    def run(
+        self,
+        rows: Sequence[VLLMRow],
+        stop: Callable[[], bool],
+        weight_version: int,
+        ahead: Sequence[VLLMRow] = (),
+        fill: int = 0,
+    ) -> EngineStats:
+        """Finishes every row, unless `stop` says before a step that this is enough.
+
+        Args:
+            ahead: rows of the next batch, which join where no row waits and fewer than `fill` are at work, and which
+                are aborted when the others have ended. vLLM preempts them first.
+        """
         engine = self.llm.llm_engine
         outputs: dict[int, CompletionOutput] = {}
         names: list[str] = []
+        beside = deque(ahead)
         self.drafts.begin(weight_version)
+        if isinstance(self.drafts, PlannedDrafts):
+            self.drafts.fill = fill
         try:
             for i, row in enumerate(rows):
                 names.append(self._submit(str(i), row))
-            while engine.has_unfinished_requests() and not stop():
+            while any(i not in outputs for i in range(len(rows))) and not stop():
                 outputs |= step(self.llm)
-            for i, (name, row) in enumerate(zip(names, rows, strict=True)):
+                if beside and not self._scheduler.waiting:
+                    for _ in range(joining(len(names) - len(outputs), len(beside), fill)):
+                        names.append(self._submit(str(len(names)), beside.popleft()))
+            for i, (name, row) in enumerate(zip(names, rows, strict=False)):
                 if isinstance(self.drafts, DraftLengths):
                     output = outputs.get(i)
                     if output:
@@ -92,7 +112,8 @@ class Flow:
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,  # nobody else uses this object
         )
-        name = self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(row.request.prompt)}, sampling_params)
+        prompt: Any = {"prompt_token_ids": list(row.request.prompt)}
+        name = self.llm.llm_engine.add_request(name, prompt, sampling_params, priority=int(row.ahead))
         if isinstance(self.drafts, PlannedDrafts):
             self.drafts.admit(name, row)
         else:

@@ -32,6 +32,7 @@ from vllm.platforms import current_platform
 
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import Engine, EngineSpec, Probe, SamplingParams
+from specrl.rollout.engines.filling import FillsPasses, room
 from specrl.rollout.engines.local.sampler import rows_per_chunk
 from specrl.rollout.engines.response import check_request
 from specrl.rollout.engines.vllm.contract import check as check_names
@@ -50,7 +51,7 @@ from specrl.rollout.types import AheadText, Completion, EngineStats, Request, Ro
 from specrl.rollout.verify import AcceptanceRule
 
 
-class VLLMEngine:
+class VLLMEngine(FillsPasses):
     """Generates with vLLM in this process. Of several processes that train each has an engine of its own, whose steps
     need no other's; they start together.
 
@@ -73,6 +74,7 @@ class VLLMEngine:
                 "rollout.vllm.compile=on has no effect with TORCH_COMPILE_DISABLE=1, which specrl sets on a CPU. Set "
                 "TORCH_COMPILE_DISABLE=0 in the environment, or take rollout.vllm.compile=auto"
             )
+        super().__init__()
         self.spec = spec
         self.sampling = sampling
         self.rule = rule
@@ -105,9 +107,11 @@ class VLLMEngine:
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate. Prompts need at least one token and must fit the engine's context with the response."""
         rows = self._rows(requests)
+        ahead = self._rows(self.take_announced(), ahead=True)
         self.drafting.begin(requests)
-        stats = self._run(rows, lambda: False)
+        stats = self._run(rows, lambda: False, ahead)
         self.drafting.end(rows, stats)
+        self.keep(ahead)
         self._draft_ids.learn(rows)
         return [row.completion(self.weight_version) for row in rows], stats
 
@@ -117,18 +121,20 @@ class VLLMEngine:
         self._run(rows, stop)
         return [AheadText(row.tokens, row.finish) for row in rows]
 
-    def _rows(self, requests: Sequence[Request]) -> list[VLLMRow]:
+    def _rows(self, requests: Sequence[Request], ahead: bool = False) -> list[VLLMRow]:
         if self.updates.fault:
             raise RolloutError(f"{self.updates.fault}; send the weights again before generating")
         for request in requests:
             check_request(request, self.vocab, self.context)
-        return [VLLMRow(request, drafting=not request.plain, sampling=self.sampling) for request in requests]
+        return [
+            VLLMRow(request, drafting=not request.plain, ahead=ahead, sampling=self.sampling) for request in requests
+        ]
 
-    def _run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool]) -> EngineStats:
+    def _run(self, rows: Sequence[VLLMRow], stop: Callable[[], bool], ahead: Sequence[VLLMRow] = ()) -> EngineStats:
         with self._awake():  # vLLM froze the heap when it started, see gc_frozen
             self._draft_ids.choose(rows)
             try:
-                return self._flow.run(rows, stop, self.weight_version)
+                return self._flow.run(rows, stop, self.weight_version, ahead, self.fill)
             except BaseException:
                 self.reset_cache()  # a step that failed has left blocks listed as computed
                 raise
@@ -221,16 +227,26 @@ class VLLMEngine:
         return Flow(llm=self._llm, drafts=drafts, logprobs=self.runner == "v2")
 
     def _calibrate(self) -> None:
-        """Times passes of few and of many tokens for the budget: the best of three, after a warm-up."""
+        """Times passes of few and of many tokens, for the budget and `fill`: the best of three, after a warm-up."""
 
-        def seconds(tokens: int) -> float:
+        def once(tokens: int) -> float:
             began = time.perf_counter()
             self._scored([0] * tokens)
             return time.perf_counter() - began
 
+        def seconds(tokens: int) -> float:
+            return min(once(min(max(tokens, 2), self.context - 1)) for _ in range(4))
+
+        fill = self.spec.rollout.fill
         sizes = 2, min(256, self.context - 1)
         try:
-            measured = [(n, min(seconds(n) for _ in range(4))) for n in sizes]
+            measured = [(n, seconds(n)) for n in sizes]
+            if self.spec.rollout.vllm.on_device:
+                self.fill = 0
+            elif fill != "auto":
+                self.fill = fill
+            elif not current_platform.is_cpu():
+                self.fill = room(seconds)
         except (ValueError, RuntimeError, AssertionError) as error:  # found by the first passes, not by the start
             self.close()
             raise self._refused(error) from error

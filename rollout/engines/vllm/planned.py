@@ -59,6 +59,10 @@ class Step:
     drafted: int = 0
     emitted: int = 0
     """Tokens of all rows."""
+    ahead: int = 0
+    """Rows of the next batch, which count nowhere else here."""
+    ahead_tokens: int = 0
+    """Theirs, drafts included."""
     decoding: bool = False
     """A draft is verified, or a row has tokens already."""
     asking: float | None = None
@@ -77,6 +81,7 @@ class PlannedDrafts:
         budget: draft tokens of all rows in one step; those that have drafts share it.
         rule: another one than the exact one needs the workers in this process.
         model: vLLM's draft model; None: there is none.
+        fill: see FillsPasses.
     """
 
     drafting: Drafting
@@ -85,6 +90,7 @@ class PlannedDrafts:
     rule: AcceptanceRule = exact
     model: ModelDrafts | None = None
     weight_version: int = 0
+    fill: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
     """Of the current rollout."""
     rows: dict[str, VLLMRow] = field(default_factory=dict)
@@ -131,16 +137,21 @@ class PlannedDrafts:
                 continue
             verified = plan.scheduled_spec_decode_tokens.get(name)
             draft = row.draft.first(len(verified)) if verified and verified[0] >= 0 else EMPTY  # -1: vLLM's padding
-            self.step.rows += 1
-            self.step.drafted += len(draft.tokens)
             self.step.decoding |= bool(draft.tokens or row.tokens)
+            if row.ahead:
+                self.step.ahead += 1
+                self.step.ahead_tokens += 1 + len(draft.tokens)
+            else:
+                self.step.rows += 1
+                self.step.drafted += len(draft.tokens)
             if name in self.decided:
                 draft, accepted = self.decided.pop(name)
             else:
                 part = logprobs[start : start + len(tokens)]
                 refuse_unusable((logprob == logprob for logprob in part), self.weight_version)
                 accepted = Accepted(tokens, part, part, min(len(tokens) - 1, len(draft.tokens)))
-            self.step.emitted += self.drafting.advance(row, draft, accepted, row.sampling.eos_ids, self.stats)
+            emitted = self.drafting.advance(row, draft, accepted, row.sampling.eos_ids, self.stats)
+            self.step.emitted += 0 if row.ahead else emitted
             if self.model is not None:
                 self.model.learn(row, tokens)
 
@@ -159,8 +170,12 @@ class PlannedDrafts:
         if self.drafting.verifies_once:
             drafts = [row.rest_of_text(min(self.draft_tokens, row.remaining - 1)) for row in active]
         else:
-            drafts = self.drafting.propose(active, self.stats)
+            own, beside = ([row for row in active if row.ahead == ahead] for ahead in (False, True))
+            drafts = self.drafting.propose(own, self.stats)
             self.step.asking = self.drafting.asking
+            left = self.fill - sum(1 + len(draft.tokens) for draft in drafts)
+            drafts += self.drafting.fit(beside, left)
+            active = own + beside
         drafting = sum(bool(draft.tokens) for draft in drafts)
         share = self.budget.share(drafting, len(active), self.draft_tokens)
         for row, draft in zip(active, drafts, strict=True):
@@ -179,5 +194,13 @@ class PlannedDrafts:
         step = self.step
         self.stats.count_pass(step.tokens, seconds, step.drafted > 0, step.decoding)
         if step.decoding:
-            rows = step.rows if step.tokens == step.rows + step.drafted else 0
-            self.drafting.budget.observe_pass(step.tokens, seconds, rows, emitted=step.emitted, asking=step.asking)
+            tokens = step.tokens - step.ahead_tokens
+            rows = step.rows if tokens == step.rows + step.drafted else 0
+            self.drafting.budget.observe_pass(
+                tokens,
+                seconds,
+                rows,
+                emitted=step.emitted,
+                asking=step.asking,
+                ahead=(step.ahead, step.ahead_tokens),
+            )

@@ -42,6 +42,7 @@ def settings(spec: EngineSpec) -> dict:
         "tensor_parallel_size": vllm.tensor_parallel,
         "enforce_eager": vllm.compile == "off" or (vllm.compile == "auto" and cpu),  # a CPU compiles for a minute
         "enable_prefix_caching": True,
+        "scheduling_policy": "priority",  # rows of the next batch are preempted first
         "seed": 0,
         **platform,
     }

@@ -131,6 +131,13 @@ def worst(machine: str, asking: float = 0.01) -> float:
     return min(rollouts(machine, rows, text, asking) for rows in ROWS[machine] for text in TEXTS)
 
 
+def test_control_rows_that_pad_the_others_and_are_not_charged_are_seen(monkeypatch):
+    assert rollouts("a real model on a CPU", 32, "drifted") > 1.01
+    observe = Budget.observe_lead
+    monkeypatch.setattr(Budget, "observe_lead", lambda budget, lead, *_: observe(budget, lead))
+    assert rollouts("a real model on a CPU", 32, "drifted") < 1.0
+
+
 def unpaid(self, seconds, saved_s):
     """Planted: what drafts lose is not charged."""
     self.balance_s += SHARE * seconds + max(saved_s, 0.0)

@@ -10,6 +10,7 @@ import torch
 
 from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.config import RolloutConfig
+from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.keys import Visits, derive_key
 from specrl.rollout.metrics import rollout_metrics
 from specrl.rollout.speculative import SpeculativeRollout
@@ -40,6 +41,21 @@ def drifting(build_model):
     return get
 
 
+class Counting:
+    """An engine that notes its passes."""
+
+    def __init__(self, engine, passes):
+        self.engine, self.passes = engine, passes
+
+    def generate(self, requests):
+        done, stats = self.engine.generate(requests)
+        self.passes.append(stats.passes)
+        return done, stats
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+
 def rows_of(step):
     return [
         Row(f"ex-{(2 * step + i) % PROMPTS}", (5, 6, 9 + (2 * step + i) % PROMPTS))
@@ -48,10 +64,12 @@ def rows_of(step):
     ]
 
 
-def trained(drifting, wrap=Spare, replay=0.0, announce=True, wrong=0, settings=(), between=lambda rollout: None):
+def trained(
+    drifting, wrap=Spare, replay=0.0, announce=True, wrong=0, settings=(), between=lambda rollout: None, **limits
+):
     """Tokens and metrics of five rollouts, each with different weights. Args: wrong: added to announced visits."""
     model, versions = drifting()
-    engine = wrap(local(model, SAMPLING, own_weights=True, window=8))
+    engine = wrap(local(model, SAMPLING, own_weights=True, **{"window": 8, **limits}))
     config = RolloutConfig(max_new_tokens=CAP, group_size=GROUP, replay=replay, **dict(settings))
     rollout = SpeculativeRollout(engine, TrajectoryCache(Fingerprint()), config, seed=3)
     visits, responses, metrics = Visits(), [], []
@@ -87,6 +105,34 @@ def test_responses_are_those_of_a_rollout_without(drifting, passes, replay):
     if passes > 99:
         assert all(line["spec/ahead_done_ratio"] == 1 for line in metrics[1:])
         assert all(0 < line["spec/ahead_unchanged_ratio"] < 1 for line in metrics[1:])
+
+
+@pytest.mark.parametrize("replay", [0.0, 0.5])
+@pytest.mark.parametrize("fill", [10, 32, 150])
+def test_rows_of_the_next_batch_that_join_passes_change_no_response(drifting, fill, replay):
+    responses, metrics = trained(drifting, lambda engine: engine, replay, fill=fill)
+    assert responses == plainly(drifting, replay=replay)
+    assert all(line["spec/ahead_tokens"] > 0 for line in metrics[:-1])
+    assert "spec/ahead_tokens" not in metrics[-1], "no batch follows the last"
+    assert metrics[0]["spec/ahead_ratio"] == 0.0, "there is nothing before the first"
+    assert all(line["timing_s/ahead"] == 0 for line in metrics), "idle workers there are none"
+    assert sum(line["spec/ahead_ratio"] for line in metrics[1:]) > 0.3 * (fill > 10)
+    if fill == 150:
+        assert sum(line["spec/ahead_done_ratio"] for line in metrics[1:]) > 1
+        assert any(0 < line["spec/ahead_unchanged_ratio"] < line["spec/ahead_done_ratio"] for line in metrics[1:])
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_rows_of_the_next_batch_save_passes_and_cost_the_first_batch_none(drifting, monkeypatch, window):
+    """Passes of the engine. By the budget's clock they take the same time, whatever they carry."""
+    observe = Budget.observe_pass
+    monkeypatch.setattr(Budget, "observe_pass", lambda budget, n, _, *more, **kw: observe(budget, n, 1e-2, *more, **kw))
+    monkeypatch.setattr(Budget, "calibrate", lambda *_: None)
+    without, filled = [], []
+    for fill, passes in ((0, without), (64, filled)):
+        trained(drifting, lambda engine, passes=passes: Counting(engine, passes), fill=fill, window=window)
+    assert filled[0] <= 1.05 * without[0] + 1, "one is the prefill of those rows"
+    assert sum(filled[1:]) < 0.9 * sum(without[1:])
 
 
 def test_metrics_by_hand(drifting):
@@ -149,7 +195,7 @@ def test_an_announcement_is_for_one_call(drifting):
         ({"ahead": "off"}, "rollout.ahead=off"),
         ({"acceptance": "off"}, "not off"),
         ({"acceptance": "lenient"}, "not lenient"),
-        ({}, "rollout workers"),
+        ({}, "rollout.fill is 0"),
     ],
 )
 def test_where_nothing_is_rolled_out_ahead_it_says_why(tiny, settings, reason):
@@ -165,18 +211,29 @@ def test_where_nothing_is_rolled_out_ahead_it_says_why(tiny, settings, reason):
 # Control --------------------------------------------------------------------------------------------------------------
 
 
+class Trusting:
+    """An engine whose texts ahead are taken as they are, if they have ended."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def generate(self, requests):
+        done, stats = self.engine.generate(requests)
+        for request, c in zip(requests, done, strict=True):
+            text = self.taken.get(request.key) if getattr(request.drafter, "source", "") == "ahead" else None
+            if text and text.finish:
+                c.tokens, c.finish = list(text.tokens), text.finish
+        return done, stats
+
+    def stop(self):
+        self.taken, seconds = self.engine.stop()
+        return self.taken, seconds
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+
 def test_control_texts_that_are_taken_without_being_verified_are_seen(drifting):
-    class Trusting(Spare):
-        def generate(self, requests):
-            done, stats = super().generate(requests)
-            for request, c in zip(requests, done, strict=True):
-                if getattr(request.drafter, "source", "") == "ahead" and (text := self.taken.get(request.key)):
-                    c.tokens, c.finish = list(text.tokens), text.finish
-            return done, stats
-
-        def stop(self):
-            texts, seconds = super().stop()
-            self.taken = texts
-            return texts, seconds
-
-    assert trained(drifting, Trusting)[0] != plainly(drifting)
+    plain = plainly(drifting)
+    assert trained(drifting, lambda engine: Trusting(Spare(engine)))[0] != plain
+    assert trained(drifting, Trusting, fill=150)[0] != plain

@@ -3,6 +3,7 @@
 import copy
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,6 +93,22 @@ def test_rows_that_do_not_fit_the_memory_run_fewer_at_a_time(golden, monkeypatch
     done, _ = engine.generate(requests_of(cases, drafters))
     assert differing(done, want) == []
     assert not caplog.text, "the second rollout has begun with what fits"
+
+
+def test_rows_of_the_next_batch_go_first(golden, monkeypatch, caplog):
+    """They end where memory ends, and the batch keeps its size."""
+    model, cases, want = golden("llama")
+    engine = engine_of(model, fill=64)
+    scarce(monkeypatch, len(cases), torch.OutOfMemoryError("CUDA out of memory"))
+    engine.begin([replace(request, key=request.key + 1) for request in requests_of(cases)])
+    done, stats = engine.generate(requests_of(cases))
+    assert differing(done, want) == []
+    assert stats.ahead_tokens > 0, "they had joined"
+    assert "no rows of the next batch join" in caplog.text
+    assert "rows at a time" not in caplog.text
+    assert "rollout.fill is 0" in engine.not_ahead
+    _, alone = engine_of(model).generate(requests_of(cases))
+    assert stats.passes <= alone.passes + 3
 
 
 def test_memory_that_never_suffices_is_one_readable_error(golden, monkeypatch):

@@ -62,6 +62,27 @@ def test_two_ranks_sample_what_one_process_samples_with_drafts_of_any_quality(en
     assert stats.passes < steps / 2
 
 
+def test_rows_of_the_next_batch_join_the_steps_of_this_one(engine_of, some):
+    cases, want = some()
+    engine = engine_of(parallel=1)
+    plain, _ = engine.generate(requests_of(cases))
+    texts = texts_of_every_quality([t for t, _, _ in want])
+    coming = [replace(request, key=request.key + 1) for request in requests_of(cases, texts)]
+    engine.fill = 64
+    try:
+        engine.begin(coming)
+        done, stats = engine.generate(requests_of(cases, texts_of_every_quality([t for t, _, _ in want])))
+    finally:
+        engine.fill = 0
+    assert exactly(done) == exactly(plain)
+    ahead, _ = engine.stop()
+    assert stats.ahead_tokens == sum(len(text.tokens) for text in ahead.values()) > 0
+    for request, c in zip(coming, engine.generate(coming)[0], strict=True):
+        if text := ahead.get(request.key):
+            assert [*text.tokens] == c.tokens[: len(text.tokens)]
+            assert text.finish is None or [*text.tokens] == c.tokens
+
+
 def test_prompts_computed_in_parts_change_nothing(engine_of, some, drafters):
     cases, want = some()
     texts = texts_of_every_quality([t for t, _, _ in want])
