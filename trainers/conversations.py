@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from specrl.rollout.keys import Visits, occurrences, turn_id
+from specrl.rollout.keys import occurrences, turn_id
 from specrl.rollout.reduction import Metric
 from specrl.rollout.types import Completion, RolloutError, Row
 
@@ -149,12 +149,14 @@ def converse(
             return
 
 
-def begin(prompts: Sequence[Sequence[int]], visits: Visits, gather: Gather, process: int) -> list[Conversation]:
+def begin(
+    prompts: Sequence[Sequence[int]], visits: Callable[[list[str]], list[int]], gather: Gather, process: int
+) -> list[Conversation]:
     """The conversations of a batch, which is one visit to each of its prompts; every process takes part.
 
     Args:
         prompts: token ids of this process's first prompts.
-        visits: counts of the run, equal in all processes; this visit is counted.
+        visits: a method of Visits, whose counts are equal in all processes: `next` counts this visit.
         process: index of this process.
     """
     names = [hashlib.blake2b(repr([*ids]).encode(), digest_size=16).hexdigest() for ids in prompts]
@@ -162,7 +164,7 @@ def begin(prompts: Sequence[Sequence[int]], visits: Visits, gather: Gather, proc
     everyone = [name for part in parts for name in part]
     first = sum(map(len, parts[:process]))
     share = slice(first, first + len(names))
-    columns = zip(names, occurrences(everyone)[share], visits.next(everyone)[share], prompts, strict=True)
+    columns = zip(names, occurrences(everyone)[share], visits(everyone)[share], prompts, strict=True)
     return [Conversation(name, index, visit, len(ids), [*ids]) for name, index, visit, ids in columns]
 
 

@@ -11,6 +11,7 @@ LOGGED = (
     *("spec/hit_rate", "spec/full_reuse_ratio", "spec/draft_acceptance_rate", "spec/passes_per_row", "timing_s/gen"),
     *("spec/twin_hit_rate", "spec/twin_unchanged_ratio", "cache/twin_left_out", "cache/log_mb", "cache/log_lost"),
     *("spec/plain_s", "spec/speedup", "spec/flips_per_1k"),
+    *("spec/ahead_ratio", "spec/ahead_tokens", "spec/ahead_done_ratio", "spec/ahead_unchanged_ratio"),
 )
 """Metrics of all turns of a batch that are added to TRL's log (docs/metrics.md)."""
 

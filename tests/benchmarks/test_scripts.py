@@ -69,6 +69,23 @@ def test_real_on_a_simulated_gpu(tmp_path):
     assert [rule["lenience"] for rule in line["published"]] == [1.0, 1.65]
 
 
+def test_fill(tmp_path):
+    small = ["dataset.train_size=8", "trainer.prompts_per_step=2", "trainer.epochs=1", "rollout.max_new_tokens=24"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.fill", *small, "fills=[0,64]", f"out={tmp_path / 'out.json'}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = {line["fill"]: line for line in figures(tmp_path / "out.json")["lines"]}
+    assert lines["plain"]["ahead"] == lines["0"]["ahead"] == 0
+    assert lines["64"]["ahead"] > 0
+    assert lines["64"]["seconds"] < lines["0"]["seconds"] <= lines["plain"]["seconds"]
+
+
 def test_timeline(tmp_path):
     """The documented picture, from the kept figures."""
     from benchmarks import timeline

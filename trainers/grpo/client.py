@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
+from uuid import uuid4
 
+import requests
 import torch
 from trl.generation.vllm_client import VLLMClient
 
@@ -20,6 +23,10 @@ SCHEDULERS = "specrl.rollout.engines.vllm."
 """Where the scheduler classes of servers that serve keyed requests are."""
 CONCURRENT = 64
 """Requests that wait for the server at a time, as in TRL's client."""
+SAMPLING = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p")
+"""Arguments of `VLLMClient.generate` that decide what is sampled."""
+STOPS_WITHIN = 60.0
+POLL_S = 0.2
 _COUNTER = re.compile(r"^(vllm:\w+?)(?:_total|_count)?(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 
@@ -35,6 +42,9 @@ class KeyedClient(VLLMClient):
 
     def __init__(self, **options: Any):
         super().__init__(**options)
+        self._asked_for: dict[str, Any] = {}
+        self._names: dict[int, str] = {}  # X-Request-Id of each row ahead, by key
+        self._pending: dict[int, Future[tuple[list[int], bool]]] = {}
         self.session.headers[HEADER] = os.environ.get(TOKEN, "")
         self._config = self._server_config()
 
@@ -76,7 +86,63 @@ class KeyedClient(VLLMClient):
 
         with ThreadPoolExecutor(max_workers=min(CONCURRENT, len(prompts))) as pool:
             parts = list(pool.map(send, range(len(prompts))))
+        self._asked_for = {name: options[name] for name in SAMPLING if name in options} | kwargs
         return {name: _joined([part[name] for part in parts]) for name in parts[0]}
+
+    # Ahead ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, rows: Sequence[tuple[KeyedRequest, int, list[int]]]) -> None:
+        """Sends rows of the next batch, and does not wait for them. They are sampled as the last `generate` was.
+
+        Args: rows: key and drafts, cap, and prompt of each.
+        """
+        self._pool = ThreadPoolExecutor(max_workers=min(CONCURRENT, len(rows)))
+        self._names = {keyed.key: f"specrl-{uuid4().hex}" for keyed, _, _ in rows}
+        self._pending = {row[0].key: self._pool.submit(self._complete, *row) for row in rows}
+
+    def _complete(self, keyed: KeyedRequest, cap: int, prompt: list[int]) -> tuple[list[int], bool]:
+        """The tokens of a row, and whether it was aborted before its end."""
+        own = {"max_tokens": cap, "vllm_xargs": keyed.extra_args(), "return_token_ids": True, "logprobs": None}
+        body = {"model": self.model, "prompt": prompt, **self._asked_for, **own}
+        name = {"X-Request-Id": self._names[keyed.key]}
+        answer = self.session.post(f"{self.base_url}/v1/completions", json=body, headers=name)
+        if not answer.ok:
+            raise RolloutError(f"the vLLM server refused a row of the next batch ({answer.status_code}): {answer.text}")
+        (choice,) = answer.json()["choices"]
+        return choice["token_ids"] or [], choice["finish_reason"] == "abort"
+
+    def stop(self) -> dict[int, tuple[list[int], bool]]:
+        """Aborts the rows of `begin`; returns the tokens of each so far by key, and whether it was aborted.
+
+        Every call has been answered then, so the server runs none of them.
+
+        Raises:
+            RolloutError: the server does not answer all of them within STOPS_WITHIN seconds, or has failed.
+        """
+        unsent = {key for key, call in self._pending.items() if call.cancel()}
+        running = {key: call for key, call in self._pending.items() if key not in unsent}
+        try:
+            self._abort(running)
+            texts = {key: call.result() for key, call in running.items()}
+        except requests.RequestException as error:
+            raise RolloutError(f"the vLLM server at {self.base_url} failed while it worked ahead: {error}") from error
+        self._pool.shutdown()
+        return texts | {key: ([], True) for key in unsent}
+
+    def _abort(self, running: Mapping[int, Future]) -> None:
+        """Aborts these rows until the server has answered the call of each, at most STOPS_WITHIN seconds."""
+        deadline = time.monotonic() + STOPS_WITHIN
+        while left := [key for key, call in running.items() if not call.done()]:
+            if time.monotonic() > deadline:
+                raise RolloutError(
+                    f"the vLLM server at {self.base_url} has not stopped {len(left)} rows of the next batch within "
+                    f"{STOPS_WITHIN:g} s. It gets no weights, as it would go on with what it computed from the old "
+                    "ones. Start it again, and resume; RolloutConfig(ahead='off') begins no such rows"
+                )
+            # again and again: a row that vLLM does not know yet is not aborted
+            names = [f"cmpl-{self._names[key]}-0" for key in left]
+            self._post(f"{self.base_url}/abort_requests", json={"request_ids": names}, timeout=STOPS_WITHIN)
+            wait([running[key] for key in left], timeout=POLL_S)
 
     # Weights, for servers that take them as files -------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -27,6 +28,7 @@ from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, RolloutError, Row
 from specrl.trainers.checkpoint import EVALUATIONS
 from specrl.trainers.conversations import Conversation, begin, match
+from specrl.trainers.grpo.foresight import Foresight, upcoming
 from specrl.trainers.grpo.limits import INSTALL, check_trainer
 from specrl.trainers.grpo.vllm import TRLEngine
 from specrl.trainers.keeping import Keeping
@@ -35,6 +37,7 @@ from specrl.trainers.tools import ToolResults
 from specrl.trainers.turns import logged
 from specrl.trainers.weights import check_shared, exact_bits
 
+log = logging.getLogger(__name__)
 STATE = "specrl"
 """Key of the counts that a resumed run needs in the trainer's state."""
 
@@ -65,6 +68,9 @@ class Reuse:
         self._visits = {"rollout": Visits(), "eval": Visits()}
         self._control: Control
         self._keeping = Keeping()
+        self.sampler: Foresight | None = None
+        """Of the training rows; None while TRL has another one."""
+        self._foresees = False  # the engine of some process rolls out ahead, so all announce
         self._context = 0
         """Most tokens of a prompt and its response, once the engine is open."""
         self._resumed = False
@@ -98,8 +104,10 @@ class Reuse:
         domain = self._domain = "rollout" if trainer.model.training else "eval"  # TRL's own criterion
         if number == 0:
             process = trainer.accelerator.process_index
-            self._conversations = begin(prompts, self._visits[domain], gather_object, process)
+            self._conversations = begin(prompts, self._visits[domain].next, gather_object, process)
             conversations = self._conversations
+            if domain == "rollout" and self._foresees:
+                self._announce(process)
         else:
             conversations = match(self._conversations, prompts)
         rows = [self._row(c, ids, number) for c, ids in zip(conversations, prompts, strict=True)]
@@ -121,6 +129,17 @@ class Reuse:
         for conversation, ids, completion in zip(conversations, prompts, completions, strict=True):
             conversation.tokens = [*ids, *completion.tokens]
         return completions
+
+    def _announce(self, process: int) -> None:
+        """Announces the first turns of the next batch; every process takes part."""
+        prompts = upcoming(self.trainer, self.sampler, self._control.rollouts + 1)
+        ids = self.trainer._tokenize_prompts(prompts)[0] if prompts else []
+        coming = begin(ids, self._visits["rollout"].so_far, gather_object, process)
+        self.rollout.announce(
+            [self._row(c, c.tokens, 0) for c in coming],
+            visit=[c.visit for c in coming],
+            sample_indices=[c.sample_index for c in coming],
+        )
 
     def end(self) -> None:
         """TRL has all turns of a batch: stores them, measures if it is time to, and logs. Every process takes part."""
@@ -178,15 +197,20 @@ class Reuse:
         self._vocab = engine.vocab
         cache = TrajectoryCache(Fingerprint(), max_mb=config.cache.max_mb)
         evaluations = TrajectoryCache(Fingerprint(), max_mb=config.cache.max_mb)
-        log, twin = open_log(
+        texts, twin = open_log(
             Path(trainer.args.output_dir),
             Path(config.twin) if config.twin else None,
             config.cache,
             Fingerprint({"seed": str(trainer.args.seed), "vocabulary": str(engine.vocab)}),
             writes=trainer.accelerator.is_main_process,
         )
-        self._keeping = Keeping(log)
+        self._keeping = Keeping(texts)
         rollout = SpeculativeRollout(engine, cache, config, trainer.args.seed, evaluations, twin)
+        why_not = rollout.not_ahead
+        if not why_not and getattr(trainer, "environment_factories", None) is not None:
+            why_not = "environments may write the prompts of the next batch when they are reset"
+        log.info("Rollouts ahead: %s", f"off, because {why_not}" if why_not else f"on, {rollout.how_ahead}")
+        self._foresees = any(gather_object([not why_not]))
         same_numerics = not trainer.use_vllm and trainer.accelerator.mixed_precision == "no"
         strict = same_numerics and exact_bits(trainer.model.dtype, trainer.accelerator.device, config)
         self._control = Control(rollout, _unscored, gather_object, strict=strict)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.types import RolloutError
+from specrl.trainers.grpo.foresight import Foresight
 from specrl.trainers.grpo.limits import check_args, check_class, check_config
 from specrl.trainers.grpo.reuse import Reuse, SaveTrajectories
 from specrl.trainers.grpo.vllm import check_server, keyed_vllm
@@ -72,6 +73,16 @@ class _Reusing:
         trainer: Any = self
         self.specrl = Reuse(trainer, self.specrl_config, results)
         trainer.add_callback(SaveTrajectories(self.specrl))
+
+    def _get_train_sampler(self, *args: Any, **options: Any) -> Any:
+        """TRL's sampler of the training rows, of which the next batch is known."""
+        from trl.trainer.utils import RepeatSampler
+
+        sampler = super()._get_train_sampler(*args, **options)  # type: ignore[misc]
+        if not isinstance(sampler, RepeatSampler):
+            return sampler
+        self.specrl.sampler = Foresight(sampler)
+        return self.specrl.sampler
 
     def _generate(self, prompts: list) -> Any:
         """TRL's method, which generates all turns of a batch of conversations."""

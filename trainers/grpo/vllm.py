@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 
 from specrl.rollout.drafting.suffix import SuffixDrafter
 from specrl.rollout.engines.base import Probe
 from specrl.rollout.engines.vllm.wire import KeyedRequest
-from specrl.rollout.types import Completion, EngineStats, Request, RolloutError
+from specrl.rollout.types import AheadText, Completion, EngineStats, FinishReason, Request, RolloutError
+from specrl.rollout.workers.ahead import Ahead
 
 if TYPE_CHECKING:
     from trl import GRPOConfig
@@ -23,12 +25,16 @@ MOST_TEXTS = 8
 class TRLEngine:
     """An Engine on the vLLM that TRL owns. TRL sends its weights, and chooses its sampling params.
 
+    A server is idle while TRL scores a batch and updates the weights, and works ahead then (see WorksAhead): from the
+    end of a `generate` to the beginning of the next, or of an update. The first process sends the rows of all.
+
     Args:
         trainer: a GRPOTrainer or RLOOTrainer with use_vllm=True, built inside `keyed_vllm`.
         eos_ids: ids that end a response.
     """
 
     own_weights = True
+    how_ahead = "the vLLM server begins the next batch while this one is scored and trained on"
 
     def __init__(self, trainer: Any, eos_ids: frozenset[int]):
         self._trainer = trainer
@@ -40,11 +46,16 @@ class TRLEngine:
         self._vllm = trainer.vllm_generation.llm if not self._server else None
         if self._server and trainer.accelerator.is_main_process:
             self._vllm = trainer.vllm_generation.vllm_client
+        self.not_ahead = "" if self._server else "vLLM in the trainer's process has nothing idle"
+        self._ahead = Ahead()
+        self._working: Sequence[Request] | None = None  # rows of this process that the server works ahead on
+        self._began = 0.0
         limits = [self._vllm.limits()] if self._vllm else []
         self.vocab, self.context = gather_object(limits)[0] if self._server else limits[0]
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate. Behind a server every process calls it equally often."""
+        self._halt()
         keyed = self._keyed(requests)
         caps = [request.max_new_tokens for request in requests]
         rows = list(zip(keyed, caps, strict=True))
@@ -64,6 +75,8 @@ class TRLEngine:
             steps, drafted, accepted = (now - then for now, then in zip(self._vllm.counters(), before, strict=True))
             stats.passes = steps
             stats.count("texts", drafted, accepted)
+        if self._server:
+            self._work_ahead()
         values = logprobs or [[] for _ in tokens]  # RLOO asks vLLM for none
         responses = zip(tokens, values, strict=True)
         return [self._completion(list(ids), [entry[0] for entry in row]) for ids, row in responses], stats
@@ -72,12 +85,56 @@ class TRLEngine:
         """TRL sends the weights of this step, once."""
         trainer = self._trainer
         if trainer.state.global_step != trainer._last_loaded_step:
+            self._halt()
             if not self._server and self._vllm is not None and self._vllm.reloads_layers:
                 self._vllm.reload(self._generation._iter_named_params())
             else:
                 self._generation.sync_weights()
             trainer._last_loaded_step = trainer.state.global_step
         self.weight_version = version
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """See WorksAhead."""
+        self._ahead.plan(requests)
+
+    def stop(self) -> tuple[dict[int, AheadText], float]:
+        """See WorksAhead."""
+        self._halt()
+        return self._ahead.take()
+
+    def _work_ahead(self) -> None:
+        """Sends the announced rows of all processes."""
+        requests = self._ahead.share(1)
+        rows = [
+            (keyed, request.max_new_tokens, [*request.prompt])
+            for keyed, request in zip(self._keyed(requests), requests, strict=True)
+        ]
+        if rows := gather_object(rows):
+            self._working = requests
+            self._began = time.perf_counter()
+            if self._vllm:
+                self._vllm.begin(rows)
+
+    def _halt(self) -> None:
+        """Ends the work ahead, and keeps its texts.
+
+        Raises:
+            RolloutError: the server does not stop, or has failed; it must get no weights, as it would go on with KV of
+                the old ones.
+        """
+        if self._working is None:
+            return
+        stopped = [self._vllm.stop() if self._vllm else None]
+        broadcast_object_list(stopped, from_process=0)
+        texts = [
+            AheadText(tokens, None if cut else self._finish(tokens))
+            for tokens, cut in ((stopped[0] or {})[request.key] for request in self._working)
+        ]
+        self._ahead.learn(self._working, texts, time.perf_counter() - self._began)
+        self._working = None
+
+    def _finish(self, tokens: Sequence[int]) -> FinishReason:
+        return "stop" if tokens and tokens[-1] in self._eos_ids else "length"
 
     def reset_cache(self) -> None:
         """Forgets the KV of earlier prompts, so that what is repeated without drafts does not profit from it."""
@@ -125,7 +182,7 @@ class TRLEngine:
             logprobs=logprobs,
             behaviour_logprobs=logprobs,
             reused=[False] * len(tokens),  # vLLM counts accepted tokens of all rows together
-            finish="stop" if tokens and tokens[-1] in self._eos_ids else "length",
+            finish=self._finish(tokens),
             version=self.weight_version,
             passes=0,
         )

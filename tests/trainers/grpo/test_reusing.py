@@ -93,6 +93,70 @@ def test_under_autocast_the_engine_computes_as_the_trainer_does(uninterrupted, t
     assert run.batches[0].keys == uninterrupted.batches[0].keys
 
 
+# The next batch ---------------------------------------------------------------------------------------------------
+
+FILL = RolloutConfig(fill=64)
+SHAPES = {
+    "shuffled, three epochs": {"data": [A, B, "1 + 1", "2 + 3 ="], "shuffle_dataset": True},
+    "two updates a batch": {"num_iterations": 2},
+    "two batches an update": {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
+    "two steps a batch": {"per_device_train_batch_size": 2, "steps_per_generation": 2},
+}
+
+
+@pytest.mark.slow
+def test_rows_of_the_next_batch_change_nothing(uninterrupted, tmp_path):
+    filled = train(tmp_path, FILL, **SCRIPT)
+    assert_equal(uninterrupted, filled)
+    assert len(filled.logged("spec/ahead_ratio")) == 12
+    assert sum(filled.logged("spec/ahead_ratio")) > 3
+
+
+@pytest.fixture
+def announced(monkeypatch) -> list[list[tuple[str, int, int]]]:
+    """(example id, sample index, visit) of the rows of every announcement."""
+    seen = []
+    announce = SpeculativeRollout.announce
+
+    def noted(rollout, rows, *, visit, sample_indices):
+        seen.append(list(zip([row.example_id for row in rows], sample_indices, visit, strict=True)))
+        announce(rollout, rows, visit=visit, sample_indices=sample_indices)
+
+    monkeypatch.setattr(SpeculativeRollout, "announce", noted)
+    return seen
+
+
+def asked(run: Run) -> list[list[tuple[str, int, int]]]:
+    """The same of the batches that were generated."""
+    turns = [batch.turns[0] for batch in run.training]
+    return [
+        list(zip([row.example_id for row in turn.rows], turn.batch.sample_indices, turn.batch.visits, strict=True))
+        for turn in turns
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_next_batch_is_the_one_that_was_announced(shape, announced, tmp_path):
+    run = train(tmp_path, FILL, **{"num_train_epochs": 3, **SHAPES[shape]})
+    batches = asked(run)
+    assert len(batches) > 2
+    assert announced == [*batches[1:], []], "nothing follows the last"
+    assert run.training[0].turns[0].batch.stats.ahead_tokens > 0
+    assert all(run.training[1].turns[0].batch.ahead)
+
+
+@pytest.mark.slow
+def test_the_next_batch_is_known_after_a_resume_too(announced, tmp_path):
+    options = {**SHAPES["shuffled, three epochs"], "num_train_epochs": 3, "save_strategy": "steps", "save_steps": 2}
+    whole = train(tmp_path / "whole", FILL, **options)
+    announced.clear()
+    rest = train(tmp_path / "rest", FILL, **options, resume=tmp_path / "whole" / "checkpoint-6")
+    batches = asked(rest)
+    assert len(batches) == len(asked(whole)) - 6 > 2
+    assert announced == [*batches[1:], []]
+
+
 # Noise -----------------------------------------------------------------------------------------------------------
 
 

@@ -13,9 +13,11 @@ import requests
 from trl import GRPOConfig, GRPOTrainer
 
 from specrl import reusing
+from specrl.rollout.config import RolloutConfig
 from specrl.rollout.types import RolloutError
 from specrl.run.policy import TINY_PATH
 from tests.runs import ROOT, free_port
+from tests.trainers.grpo.scripts import assert_equal, train
 
 pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
@@ -87,6 +89,23 @@ class serving:
 @pytest.mark.long
 def test_served(server, tmp_path):
     row_of_the_matrix(tmp_path, "server", "tools", server)
+
+
+@pytest.mark.long
+def test_a_server_works_ahead_and_changes_nothing(server, tmp_path):
+    """With conversations too, of which the first turns are begun."""
+    runs = {}
+    for ahead in ("auto", "off"):
+        config = RolloutConfig(ahead=ahead, measure_every=3)
+        options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server, "num_train_epochs": 3}
+        runs[ahead] = train(tmp_path / ahead, config, max_completion_length=100, learning_rate=1e-3, **options)
+    assert_equal(runs["auto"], runs["off"])
+    later = [batch.turns[0].batch for batch in runs["auto"].training[1:]]
+    pairs = [(text, c.tokens) for batch in later for text, c in zip(batch.ahead, batch.completions, strict=True)]
+    complete = [(text.tokens, tokens) for text, tokens in pairs if text and text.finish]
+    assert len(complete) > len(pairs) / 4
+    assert any([*text] != tokens for text, tokens in complete), "the weights changed some"
+    assert any([*text] == tokens for text, tokens in complete)
 
 
 @pytest.mark.long

@@ -104,7 +104,7 @@ def test_a_resumed_script_goes_on_as_if_undisturbed_and_no_key_comes_twice(tmp_p
 
 
 def conversations(*prompts: list[int]) -> list[Conversation]:
-    return begin(prompts, Visits(), lambda values: values, 0)
+    return begin(prompts, Visits().next, lambda values: values, 0)
 
 
 def test_rows_of_a_later_turn_continue_conversations_in_order():
@@ -131,7 +131,7 @@ def test_samples_are_numbered_and_visits_counted_over_all_processes():
     def gather(names):
         return [*next(parts), *names]
 
-    (row,) = begin([[1, 2]], visits, gather, 1)
-    (again,) = begin([[1, 2]], visits, lambda names: [*names, *names], 1)
+    (row,) = begin([[1, 2]], visits.next, gather, 1)
+    (again,) = begin([[1, 2]], visits.next, lambda names: [*names, *names], 1)
     assert (row.sample_index, row.visit) == (0, 0)
     assert (again.sample_index, again.visit) == (1, 1), "the other process has the same prompt"
