@@ -270,6 +270,31 @@ def ahead() -> list[str]:
     )
 
 
+def fill() -> list[str]:
+    """Simulated seconds of a rollout, plain, without and with rows of the next batch in its passes, by epoch."""
+    rows = []
+    for name, model in {"fill": "embedded", "fill-7b": "embedded", "fill-smollm2": "SmolLM2"}.items():
+        result = load(name)["result"]
+        for line in result["lines"]:
+            plain = next(other for other in result["lines"] if other["epoch"] == line["epoch"])
+            if line["fill"] == plain["fill"]:
+                continue
+            speed = f"{plain['seconds'] / line['seconds']:.2f}x"
+            shares = (f"{line[key]:.0%}" for key in ("complete", "unchanged"))
+            numbers = (f"{1e3 * line['seconds']:.0f}", speed, f"{line['passes']:.0f}", f"{line['ahead']:.2f}")
+            rows.append((f"{model}, {result['gpu']}", str(line["epoch"]), line["fill"], *numbers, *shares))
+    columns = (
+        "policy, size",
+        "epoch",
+        "fill",
+        "ms a rollout",
+        "over plain",
+        "passes of the slowest row",
+        "tokens ahead",
+    )
+    return tables.markdown((*columns, "complete", "unchanged"), rows)
+
+
 def twins() -> list[str]:
     """Passes of a row, mean and slowest, of runs without and with another run's log, by epoch and engine."""
     rows = []
@@ -345,6 +370,7 @@ BLOCKS: dict[str, Callable[[], list[str]]] = {
     "real-sentence": real_sentence,
     "real-run": real_run,
     "ahead": ahead,
+    "fill": fill,
     "whole-runs": whole_runs,
     "twins": twins,
     "evaluations": evaluations,
