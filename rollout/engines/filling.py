@@ -8,7 +8,9 @@ from specrl.rollout.engines.response import Response
 from specrl.rollout.types import AheadText, Request
 
 TRIED = (64, 128, 256)
+"""Tokens of a pass that `rollout.fill=auto` times."""
 HARDLY = 1.1
+"""How much longer a pass with so many tokens may take than one with one token."""
 
 
 class FillsPasses:
@@ -51,7 +53,7 @@ class FillsPasses:
 
 
 def room(seconds: Callable[[int], float]) -> int:
-    """`rollout.fill=auto` on a GPU: the most of TRIED tokens whose pass takes at most HARDLY times that of one.
+    """`rollout.fill=auto` on a GPU: the most of TRIED tokens whose pass takes hardly longer than that of one.
 
     Args: seconds: of a pass of so many tokens.
     """

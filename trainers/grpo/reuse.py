@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
+from datasets import IterableDataset
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from specrl.rollout.build import build_engine
@@ -206,11 +207,14 @@ class Reuse:
         )
         self._keeping = Keeping(texts)
         rollout = SpeculativeRollout(engine, cache, config, trainer.args.seed, evaluations, twin)
-        why_not = rollout.not_ahead
-        if not why_not and getattr(trainer, "environment_factories", None) is not None:
-            why_not = "environments may write the prompts of the next batch when they are reset"
-        log.info("Rollouts ahead: %s", f"off, because {why_not}" if why_not else f"on, {rollout.how_ahead}")
-        self._foresees = any(gather_object([not why_not]))
+        unknown = ""
+        if getattr(trainer, "environment_factories", None) is not None:
+            unknown = "environments may write the prompts of the next batch when they are reset"
+        elif isinstance(trainer.train_dataset, IterableDataset):
+            unknown = "a dataset that is streamed does not tell the next prompts"
+        if unknown and rollout.runs_ahead:
+            log.warning("Nothing is rolled out ahead: %s.", unknown)
+        self._foresees = not unknown and any(gather_object([rollout.runs_ahead]))
         same_numerics = not trainer.use_vllm and trainer.accelerator.mixed_precision == "no"
         strict = same_numerics and exact_bits(trainer.model.dtype, trainer.accelerator.device, config)
         self._control = Control(rollout, _unscored, gather_object, strict=strict)

@@ -311,9 +311,8 @@ class TransformersEngine(FillsPasses):
         own = {number: row for number, row in cohort.rows.items() if not row.ahead}
         cohort.drafts = dict(zip(own, self.drafting.propose([*own.values()], stats), strict=True))
         left = max(0, self.fill - sum(1 + len(draft.tokens) for draft in cohort.drafts.values()))
-        beside = {number: row for number, row in cohort.rows.items() if row.ahead}
-        joining_in = [*beside][:left]
-        cohort.drafts |= zip(joining_in, self.drafting.fit([beside[n] for n in joining_in], left), strict=True)
+        beside = [row for row in cohort.rows.values() if row.ahead][:left]  # the others sit this pass out
+        cohort.drafts |= zip([row.number for row in beside], self.drafting.fit(beside, left), strict=True)
         stats.draft_s += time.perf_counter() - began
         feed = {number: [cohort.rows[number].last, *draft.tokens] for number, draft in cohort.drafts.items()}
         asking_s = self.drafting.asking

@@ -166,20 +166,20 @@ class PlannedDrafts:
         found = [self.rows.get(name) for name in names]
         rows = [row if row and row.tokens and row.finish is None else None for row in found]
         active = [row for row in rows if row]
+        own, beside = ([row for row in active if row.ahead == ahead] for ahead in (False, True))
         self.step = Step()
         if self.drafting.verifies_once:
-            drafts = [row.rest_of_text(min(self.draft_tokens, row.remaining - 1)) for row in active]
+            drafts = [row.rest_of_text(min(self.draft_tokens, row.remaining - 1)) for row in own]
         else:
-            own, beside = ([row for row in active if row.ahead == ahead] for ahead in (False, True))
             drafts = self.drafting.propose(own, self.stats)
             self.step.asking = self.drafting.asking
-            left = self.fill - sum(1 + len(draft.tokens) for draft in drafts)
-            drafts += self.drafting.fit(beside, left)
-            active = own + beside
-        drafting = sum(bool(draft.tokens) for draft in drafts)
-        share = self.budget.share(drafting, len(active), self.draft_tokens)
-        for row, draft in zip(active, drafts, strict=True):
-            row.draft = draft if len(draft.tokens) <= share else draft.first(share)
+        share = self.budget.share(sum(bool(draft.tokens) for draft in drafts), len(active), self.draft_tokens)
+        for row, draft in zip(own, drafts, strict=True):
+            row.draft = draft.first(share)
+        drafted = sum(len(row.draft.tokens) for row in own)
+        left = min(self.fill - len(own), self.budget.tokens + len(beside)) - drafted
+        for row, draft in zip(beside, self.drafting.fit(beside, left), strict=True):
+            row.draft = draft.first(self.draft_tokens)
         if self.model is not None:
             self.model.replace(rows, by_workers.draft_token_ids)
         self.began = time.perf_counter()

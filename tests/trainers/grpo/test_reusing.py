@@ -157,6 +157,14 @@ def test_the_next_batch_is_known_after_a_resume_too(announced, tmp_path):
     assert announced == [*batches[1:], []]
 
 
+@pytest.mark.slow
+def test_a_streamed_dataset_has_no_known_next_batch_and_says_so(announced, tmp_path, caplog):
+    streamed = Dataset.from_list([{"prompt": prompt} for prompt in (A, B) * 2]).to_iterable_dataset()
+    train(tmp_path, FILL, data=streamed, max_steps=2)
+    assert announced == []
+    assert caplog.text.count("Nothing is rolled out ahead: a dataset that is streamed") == 1
+
+
 # Noise -----------------------------------------------------------------------------------------------------------
 
 
