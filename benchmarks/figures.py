@@ -106,14 +106,7 @@ FIGURES = {
     "ahead-fresh": Figure((f"{AHEAD} case=fresh trainer.epochs=1 {SMALL}",), json_file),
     "fill": Figure((f"{FILL} trainer.epochs=3",), json_file, ONE_THREAD),
     "fill-7b": Figure((f"{FILL} gpu=7B trainer.epochs=2 fills=[0,150]",), json_file, ONE_THREAD),
-    "fill-smollm2": Figure(
-        (
-            f"{FILL} config=grpo_smollm2 trainer.learning_rate=1e-6 trainer.epochs=1 dataset.train_size=8 "
-            "trainer.prompts_per_step=1 rollout.temperature=1 rollout.max_new_tokens=64 fills=[0,64]",
-        ),
-        json_file,
-        ONE_THREAD,
-    ),
+    "trl-ahead": Figure(("benchmarks.trl_ahead prompts=2 steps=12 out={out}/result.json",), json_file, ONE_THREAD),
     "evaluations": Figure(("benchmarks.evaluations out={out}/result.json",), json_file, ONE_THREAD),
     "turns": Figure(("benchmarks.turns out={out}/result.json",), json_file, ONE_THREAD),
     "real": Figure((REAL,), json_file),

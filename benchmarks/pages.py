@@ -212,6 +212,45 @@ def real_sentence() -> list[str]:
     ]
 
 
+def set_ups() -> list[str]:
+    """What README promises to whom: the set-up, what it drafts from, and a figure."""
+    trl = load("trl-ahead")["result"]
+    epochs = {(line["epoch"], line["fill"]): line["seconds"] for line in load("fill")["result"]["lines"]}
+    filled, old, plain = (epochs[1, fill] for fill in ("150", "0", "plain"))
+    kinds = list(zip(*(line["timings"] for line in load("real")["result"]["lines"]), strict=True))
+    old_text, same_key = ([timing["speedup"] for timing in timings] for timings in kinds)
+    embedded = speedup("whole-runs", "paired", LATER).partition(" ")[0]
+    rows = [
+        (
+            "TRL with a vLLM server (`specrl.serve`), from the first epoch on",
+            "the server begins the next batch while TRL scores and updates",
+            f"whole steps {trl['speedup']:.2f}x ({trl['least']:.2f} to {trl['most']:.2f}) ({source('trl-ahead')})",
+        ),
+        (
+            "`specrl.train` with Ray workers, from the first epoch on",
+            "idle workers begin the next batch",
+            f"whole steps {ahead_speedup():.2f}x ({source('ahead-fresh')})",
+        ),
+        (
+            "one process with a GPU, transformers or vLLM, from the first epoch on",
+            "rows of the next batch join passes",
+            f"rollouts {plain / filled:.1f}x, {old / filled:.1f}x over old text alone; simulated ({source('fill')})",
+        ),
+        (
+            "a sweep with one seed, evaluations on the same prompts",
+            "text under the same key",
+            f"rollouts {min(same_key):.1f}x to {max(same_key):.1f}x, SmolLM2 ({source('real')})",
+        ),
+        (
+            "several epochs",
+            "old text, as far as the policy's entropy allows",
+            f"rollouts {min(old_text):.1f}x to {max(old_text):.1f}x with SmolLM2, {embedded} with the embedded policy",
+        ),
+        ("one epoch otherwise, or hundreds of sequences at a time", "nothing", "leave it off"),
+    ]
+    return tables.markdown(("your set-up", "what it drafts from", "over the same without it"), rows)
+
+
 def vllm() -> list[str]:
     """Speed over stock vLLM by method, for drafts from nearby weights and from an earlier epoch of a run."""
     methods = {
@@ -273,7 +312,7 @@ def ahead() -> list[str]:
 def fill() -> list[str]:
     """Simulated seconds of a rollout, plain, without and with rows of the next batch in its passes, by epoch."""
     rows = []
-    for name, model in {"fill": "embedded", "fill-7b": "embedded", "fill-smollm2": "SmolLM2"}.items():
+    for name, model in {"fill": "embedded", "fill-7b": "embedded"}.items():
         result = load(name)["result"]
         for line in result["lines"]:
             plain = next(other for other in result["lines"] if other["epoch"] == line["epoch"])
@@ -368,6 +407,7 @@ BLOCKS: dict[str, Callable[[], list[str]]] = {
     "sources": sources,
     "real": real,
     "real-sentence": real_sentence,
+    "set-ups": set_ups,
     "real-run": real_run,
     "ahead": ahead,
     "fill": fill,

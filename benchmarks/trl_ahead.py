@@ -37,8 +37,8 @@ SERVER = f"--model {TINY_PATH} --served-model-name tiny --dtype float32 --enforc
 @dataclass
 class TRLAheadConfig:
     repeats: int = doc(5, "pairs of runs", low=1)
-    steps: int = doc(16, "optimiser steps of a run", low=3)
-    prompts: int = doc(4, "prompts of a step, each with 8 responses", low=1)
+    steps: int = doc(12, "optimiser steps of a run", low=3)
+    prompts: int = doc(2, "prompts of a step, each with 8 responses", low=1)
     out: str = doc("", "write the figures to this JSON file too")
     url: str = doc("", "of a server, for the run of a pair")
     ahead: Literal["auto", "off"] = doc("auto", "of that run")
