@@ -138,6 +138,7 @@ class TRLEngine:
 
     def reset_cache(self) -> None:
         """Forgets the KV of earlier prompts, so that what is repeated without drafts does not profit from it."""
+        self._halt()  # vLLM keeps it while it serves requests
         if self._vllm:
             self._vllm.reset_prefix_cache()
 
