@@ -224,17 +224,19 @@ def set_ups() -> list[str]:
         (
             "TRL with a vLLM server (`specrl.serve`), from the first epoch on",
             "the server begins the next batch while TRL scores and updates",
-            f"whole steps {trl['speedup']:.2f}x ({trl['least']:.2f} to {trl['most']:.2f}) ({source('trl-ahead')})",
+            f"whole steps {trl['speedup']:.2f}x ({trl['least']:.2f} to {trl['most']:.2f}), embedded policy "
+            f"({source('trl-ahead')})",
         ),
         (
             "`specrl.train` with Ray workers, from the first epoch on",
             "idle workers begin the next batch",
-            f"whole steps {ahead_speedup():.2f}x ({source('ahead-fresh')})",
+            f"whole steps {ahead_speedup():.2f}x, embedded policy ({source('ahead-fresh')})",
         ),
         (
             "one process with a GPU, transformers or vLLM, from the first epoch on",
             "rows of the next batch join passes",
-            f"rollouts {plain / filled:.1f}x, {old / filled:.1f}x over old text alone; simulated ({source('fill')})",
+            f"rollouts {plain / filled:.1f}x, {old / filled:.1f}x over old text alone; simulated 1.5B, the embedded "
+            f"policy's text ({source('fill')})",
         ),
         (
             "a sweep with one seed, evaluations on the same prompts",
