@@ -23,6 +23,19 @@ class FillsPasses:
         self._announced: list[Request] = []
         self._texts: dict[int, AheadText] = {}
 
+    def choose_fill(self, option: int | str, seconds: Callable[[int], float], on_cpu: bool) -> None:
+        """Sets `fill`: `auto` is the most of TRIED tokens whose pass takes hardly longer than that of one; 0 on a CPU.
+
+        Args:
+            option: `rollout.fill`.
+            seconds: of a pass of so many tokens.
+        """
+        if option != "auto":
+            self.fill = int(option)
+        elif not on_cpu:
+            alone = seconds(1)
+            self.fill = max((tokens for tokens in TRIED if seconds(tokens) <= HARDLY * alone), default=0)
+
     @property
     def not_ahead(self) -> str:
         """See WorksAhead."""
@@ -39,7 +52,9 @@ class FillsPasses:
 
     def stop(self) -> tuple[dict[int, AheadText], float]:
         """See WorksAhead. They took no seconds but those of `generate`."""
-        texts, self._texts, self._announced = self._texts, {}, []
+        texts = self._texts
+        self._texts = {}
+        self._announced = []
         return texts, 0.0
 
     def take_announced(self) -> list[Request]:
@@ -50,15 +65,6 @@ class FillsPasses:
     def keep(self, rows: Iterable[Response]) -> None:
         """The call has ended with these rows of the next batch, finished or not."""
         self._texts |= {row.request.key: AheadText(row.tokens, row.finish) for row in rows if row.tokens}
-
-
-def room(seconds: Callable[[int], float]) -> int:
-    """`rollout.fill=auto` on a GPU: the most of TRIED tokens whose pass takes hardly longer than that of one.
-
-    Args: seconds: of a pass of so many tokens.
-    """
-    alone = seconds(1)
-    return max((tokens for tokens in TRIED if seconds(tokens) <= HARDLY * alone), default=0)
 
 
 def joining(live: int, waiting: int, fill: int) -> int:

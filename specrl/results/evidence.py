@@ -208,7 +208,7 @@ def advice(run: RunRecords, measured: Comparison | None) -> dict | None:
         )
     sentence = (
         f"Drafts do not make these rollouts faster.{why} What bounds text under the same key is the change of the "
-        "weights: set cluster.num_workers for rollouts ahead, or rollout.twin in a sweep of one seed. To time both: "
+        "weights; it comes from rollouts ahead, or from rollout.twin in a sweep of one seed. To time both: "
         f"python -m specrl.bench config={run.path}/config.yaml"
     )
     return {"pays": False, "sentence": sentence}

@@ -77,13 +77,13 @@ def check_config(config: RolloutConfig) -> None:
         )
 
 
-def check_args(args: GRPOConfig, given: Mapping[str, Any], drafter: str = "") -> None:
+def check_args(args: GRPOConfig, given: Mapping[str, Any], config: RolloutConfig) -> None:
     """Raises RolloutError for arguments of a trainer that TRL supports and `reusing` does not.
 
     Args:
         args: the trainer's configuration.
         given: all arguments of its constructor, by name.
-        drafter: draft model of the rollout options.
+        config: the rollout options.
     """
     _check_entries("GRPOConfig", {name: getattr(args, name, None) for name in MASKS}, {})
     entries: Any = args.generation_kwargs or {}  # GRPOConfig reads a JSON text into a dict
@@ -94,9 +94,15 @@ def check_args(args: GRPOConfig, given: Mapping[str, Any], drafter: str = "") ->
         raise _refused("rollout_func", "it would generate instead of specrl. Leave one of the two out")
     if not args.use_vllm:
         return
-    if drafter:
+    if config.fill not in ("auto", 0):
         raise _refused(
-            f"RolloutConfig(drafter={drafter!r}) with use_vllm=True",
+            f"RolloutConfig(fill={config.fill}) with use_vllm=True",
+            "no rows of the next batch join the steps of the vLLM that TRL starts; a server begins them between its "
+            "calls. Leave it out, use_vllm=False, or take python -m specrl.train",
+        )
+    if config.drafter:
+        raise _refused(
+            f"RolloutConfig(drafter={config.drafter!r}) with use_vllm=True",
             "the vLLM that TRL starts has no draft model. Leave the drafter out, use_vllm=False, or take "
             "python -m specrl.train",
         )
@@ -120,7 +126,7 @@ def check_trainer(trainer: Any) -> None:
     Warns once where TRL alone samples with dropout. Refuses a model with attention or logits of a kind that the
     transformers engine does not know.
     """
-    check_args(trainer.args, {"rollout_func": getattr(trainer, "rollout_func", None)})
+    check_args(trainer.args, {"rollout_func": getattr(trainer, "rollout_func", None)}, trainer.specrl_config)
     if trainer.use_vllm:
         return  # it samples without dropout under TRL too
     check_shared(False, trainer.accelerator)

@@ -63,7 +63,7 @@ class _Reusing:
         bound = inspect.signature(super().__init__).bind(*args, **options)
         given = bound.arguments
         if (arguments := given.get("args")) is not None:
-            check_args(arguments, given, self.specrl_config.drafter)
+            check_args(arguments, given, self.specrl_config)
             check_server(arguments)
         results = ToolResults()
         if tools := given.get("tools"):

@@ -31,7 +31,7 @@ from specrl.rollout.engines.base import (
     gc_frozen,
     out_of_memory,
 )
-from specrl.rollout.engines.filling import FillsPasses, joining, room
+from specrl.rollout.engines.filling import FillsPasses, joining
 from specrl.rollout.engines.local.memory import max_concurrent_rows, row_tokens
 from specrl.rollout.engines.local.model import InFlightPass, PackedModel, base_model
 from specrl.rollout.engines.local.probe import packed_model
@@ -108,10 +108,8 @@ class TransformersEngine(FillsPasses):
         self._last_settled = 0.0  # when the last pass was settled
         super().__init__()
         self.drafting.attach(self.policy)
-        if self.limits.fill != "auto":
-            self.fill = self.limits.fill
-        elif self.device.type != "cpu":
-            self.fill = room(lambda tokens: self.policy.timing(tokens, tokens)[1])
+        on_cpu = self.device.type == "cpu"
+        self.choose_fill(self.limits.fill, lambda tokens: self.policy.timing(tokens, tokens)[1], on_cpu)
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate. Prompts need at least one token and must fit the model's context with the response."""
@@ -210,7 +208,8 @@ class TransformersEngine(FillsPasses):
                 else:
                     continue
                 if ahead:
-                    ahead, self.fill = [], 0
+                    ahead = []
+                    self.fill = 0
                     log.warning(
                         "out of memory (%s); from now on no rows of the next batch join, as rollout.fill=0", reason
                     )
@@ -310,9 +309,10 @@ class TransformersEngine(FillsPasses):
         began = time.perf_counter()
         own = {number: row for number, row in cohort.rows.items() if not row.ahead}
         cohort.drafts = dict(zip(own, self.drafting.propose([*own.values()], stats), strict=True))
-        left = max(0, self.fill - sum(1 + len(draft.tokens) for draft in cohort.drafts.values()))
-        beside = [row for row in cohort.rows.values() if row.ahead][:left]  # the others sit this pass out
-        cohort.drafts |= zip([row.number for row in beside], self.drafting.fit(beside, left), strict=True)
+        if len(own) < len(cohort.rows):
+            left = max(0, self.fill - sum(1 + len(draft.tokens) for draft in cohort.drafts.values()))
+            beside = [row for row in cohort.rows.values() if row.ahead][:left]  # the others sit this pass out
+            cohort.drafts |= zip([row.number for row in beside], self.drafting.fit(beside, left), strict=True)
         stats.draft_s += time.perf_counter() - began
         feed = {number: [cohort.rows[number].last, *draft.tokens] for number, draft in cohort.drafts.items()}
         asking_s = self.drafting.asking

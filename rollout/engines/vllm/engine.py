@@ -32,7 +32,7 @@ from vllm.platforms import current_platform
 
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import Engine, EngineSpec, Probe, SamplingParams
-from specrl.rollout.engines.filling import FillsPasses, room
+from specrl.rollout.engines.filling import FillsPasses
 from specrl.rollout.engines.local.sampler import rows_per_chunk
 from specrl.rollout.engines.response import check_request
 from specrl.rollout.engines.vllm.contract import check as check_names
@@ -237,16 +237,11 @@ class VLLMEngine(FillsPasses):
         def seconds(tokens: int) -> float:
             return min(once(min(max(tokens, 2), self.context - 1)) for _ in range(4))
 
-        fill = self.spec.rollout.fill
         sizes = 2, min(256, self.context - 1)
         try:
             measured = [(n, seconds(n)) for n in sizes]
-            if self.spec.rollout.vllm.on_device:
-                self.fill = 0
-            elif fill != "auto":
-                self.fill = fill
-            elif not current_platform.is_cpu():
-                self.fill = room(seconds)
+            if not self.spec.rollout.vllm.on_device:
+                self.choose_fill(self.spec.rollout.fill, seconds, current_platform.is_cpu())
         except (ValueError, RuntimeError, AssertionError) as error:  # found by the first passes, not by the start
             self.close()
             raise self._refused(error) from error

@@ -395,9 +395,9 @@ def test_several_turns_on_a_server_need_one_process(idle, monkeypatch):
     for name, value in {"use_vllm": True, "vllm_mode": "server"}.items():
         monkeypatch.setattr(idle.trainer.args, name, value)
     monkeypatch.setattr(type(idle.trainer.args), "world_size", 2)
-    check_args(idle.trainer.args, {})
+    check_args(idle.trainer.args, {}, RolloutConfig())
     with pytest.raises(RolloutError, match=r"tools.*Use vllm_mode='colocate'"):
-        check_args(idle.trainer.args, {"tools": [tell]})
+        check_args(idle.trainer.args, {"tools": [tell]}, RolloutConfig())
 
 
 VLLM = {"use_vllm": True}
@@ -412,6 +412,7 @@ DRAFTER = RolloutConfig(drafter="head-of-mine")
         (VLLM | {"vllm_mode": "colocate", "vllm_tensor_parallel_size": 2}, {}, None, "vllm_tensor_parallel_size=1"),
         (VLLM | {"vllm_mode": "colocate"}, {}, DRAFTER, r"drafter='head-of-mine'.*use_vllm=False"),
         (VLLM | {"vllm_mode": "server"}, {}, DRAFTER, r"drafter='head-of-mine'.*use_vllm=False"),
+        (VLLM | {"vllm_mode": "colocate"}, {}, RolloutConfig(fill=64), r"fill=64.*use_vllm=False"),
         ({}, {"rollout_func": lambda prompts, trainer: {}}, None, "rollout_func"),
     ],
 )
