@@ -19,6 +19,14 @@ def figures(out):
     return json.loads(out.read_text())
 
 
+def run(script, out, *words):
+    """The figures of a script that ran to its end in a process of its own."""
+    command = [sys.executable, "-m", f"benchmarks.{script}", *words, f"out={out}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return figures(out)
+
+
 def test_rivals(monkeypatch, tmp_path):
     pytest.importorskip("vllm")
     from benchmarks import process, rivals
@@ -36,12 +44,8 @@ def test_rivals(monkeypatch, tmp_path):
 
 def test_ahead(tmp_path):
     pytest.importorskip("ray")
-    out = tmp_path / "out.json"
     small = ["repeats=1", "trainer.epochs=2", "dataset.train_size=8", "rollout.max_new_tokens=16"]
-    command = [sys.executable, "-m", "benchmarks.ahead", *small, f"out={out}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    line = figures(out)["epochs"][-1]
+    line = run("ahead", tmp_path / "out.json", *small)["epochs"][-1]
     assert (line["epoch"], line["steps"]) == ("all", 2)
     assert line["auto"]["ahead"] > 0
     assert "ahead" not in line["off"]
@@ -50,16 +54,7 @@ def test_ahead(tmp_path):
 def test_real_on_a_simulated_gpu(tmp_path):
     """Its seconds are those of passes alone: more of them take longer, by as much in each run."""
     small = ["config=grpo_math", "gpu=1.5B", "temperatures=[1.0]", "rows=8", "repeats=1", "rollout.max_new_tokens=24"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.real", *small, f"out={tmp_path / 'out.json'}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    (line,) = figures(tmp_path / "out.json")["lines"]
+    (line,) = run("real", tmp_path / "out.json", *small)["lines"]
     pass_s = 2 * 1.54e9 / 3.0e12 + 1.5e-3
     for timing in line["timings"]:
         assert timing["passes"] < timing["plain_passes"] == 24
@@ -71,16 +66,7 @@ def test_real_on_a_simulated_gpu(tmp_path):
 
 def test_fill(tmp_path):
     small = ["dataset.train_size=8", "trainer.prompts_per_step=2", "trainer.epochs=1", "rollout.max_new_tokens=24"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.fill", *small, "fills=[0,64]", f"out={tmp_path / 'out.json'}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = {line["fill"]: line for line in figures(tmp_path / "out.json")["lines"]}
+    lines = {line["fill"]: line for line in run("fill", tmp_path / "out.json", *small, "fills=[0,64]")["lines"]}
     assert lines["plain"]["ahead"] == lines["0"]["ahead"] == 0
     assert lines["64"]["ahead"] > 0
     assert lines["64"]["seconds"] < lines["0"]["seconds"] <= lines["plain"]["seconds"]
