@@ -142,10 +142,12 @@ class SpeculativeRollout:
             return "this engine cannot"
         return self.engine.not_ahead
 
-    @property
-    def how_ahead(self) -> str:
-        """What is idle and rolls out ahead, as a clause; empty where nothing does."""
-        return self.engine.how_ahead if isinstance(self.engine, WorksAhead) and self.runs_ahead else ""
+    def about_ahead(self, unknown: str = "") -> str:
+        """What rolls out ahead, or why nothing does. Args: unknown: why the next batch is not known."""
+        why_not = self.not_ahead or unknown
+        if why_not or not isinstance(self.engine, WorksAhead):
+            return f"Rollouts ahead: off, because {why_not}"
+        return f"Rollouts ahead: on, {self.engine.how_ahead}"
 
     @property
     def runs_ahead(self) -> bool:

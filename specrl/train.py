@@ -56,9 +56,7 @@ def monitored(run: Run, run_dir: RunDir) -> Monitor | None:
         compares_groups=config.trainer.compares_groups,
     )
     watch(run, monitor)
-    why_not = rollouts.source.not_ahead
-    ahead = f"off, because {why_not}" if why_not else f"on, {rollouts.source.how_ahead}"
-    for line in (rounding, *run.notes, f"Rollouts ahead: {ahead}", *warnings(config)):
+    for line in (rounding, *run.notes, rollouts.source.about_ahead(), *warnings(config)):
         if line:
             monitor.note(line)
     return monitor

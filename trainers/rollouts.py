@@ -19,6 +19,7 @@ from specrl.rollout.types import Row
 from specrl.trainers import weights
 from specrl.trainers.correction import measured_weights, overlong_penalty, padded
 from specrl.trainers.keeping import diversity
+from specrl.trainers.peers import Peers
 from specrl.trainers.scored import Scored, check_batch
 from specrl.trainers.setup import Setup
 from specrl.trainers.tool_rollouts import ToolRollouts
@@ -68,6 +69,7 @@ class Rollouts:
         """The source of responses."""
         weights.check_shared(self.engine.own_weights, accelerator)
         self._ahead = any(gather_object([self.source.runs_ahead]))  # announcing is collective
+        self._peers = Peers()
         strict = weights.exact_bits(self._dtype, accelerator.device, setup.rollout)
         self._control = Control(self.source, self._score_tokens, gather_object, strict=strict)
         self._visits = Visits()
@@ -171,7 +173,8 @@ class Rollouts:
             responses: list[list] = [conversation.messages for conversation in conversations]
         else:
             announce()
-            batch = self.source.generate(rows, visit=visits, step=self.version, sample_indices=sample_indices)
+            with self._peers.batch(self.engine):
+                batch = self.source.generate(rows, visit=visits, step=self.version, sample_indices=sample_indices)
             responses = [c.tokens for c in batch.completions]
         check_batch(batch, len(inputs), self.version)
         began = time.perf_counter()

@@ -11,6 +11,21 @@ TRIED = (64, 128, 256)
 """Tokens of a pass that `rollout.fill=auto` times."""
 HARDLY = 1.1
 """How much longer a pass with so many tokens may take than one with one token."""
+JOINING = "rows of the next batch join passes of fewer than {} tokens"
+
+
+def chosen_fill(option: int | str, seconds: Callable[[int], float], on_cpu: bool) -> int:
+    """`rollout.fill` in tokens. `auto` is the most of TRIED whose pass takes hardly longer than that of one token; 0 on
+    a CPU.
+
+    Args: seconds: of a pass of so many tokens.
+    """
+    if option != "auto":
+        return int(option)
+    if on_cpu:
+        return 0
+    alone = seconds(1)
+    return max((tokens for tokens in TRIED if seconds(tokens) <= HARDLY * alone), default=0)
 
 
 class FillsPasses:
@@ -18,23 +33,13 @@ class FillsPasses:
 
     fill = 0
     """Tokens up to which a pass takes no longer than with one; rows of the next batch have what is left of them."""
+    others_at_work = staticmethod(lambda: False)
+    """Asked when the rows of the batch have ended: whether another process still has some, which this one would wait
+    for. Then rows of the next batch go on."""
 
     def __init__(self) -> None:
         self._announced: list[Request] = []
         self._texts: dict[int, AheadText] = {}
-
-    def choose_fill(self, option: int | str, seconds: Callable[[int], float], on_cpu: bool) -> None:
-        """Sets `fill`: `auto` is the most of TRIED tokens whose pass takes hardly longer than that of one; 0 on a CPU.
-
-        Args:
-            option: `rollout.fill`.
-            seconds: of a pass of so many tokens.
-        """
-        if option != "auto":
-            self.fill = int(option)
-        elif not on_cpu:
-            alone = seconds(1)
-            self.fill = max((tokens for tokens in TRIED if seconds(tokens) <= HARDLY * alone), default=0)
 
     @property
     def not_ahead(self) -> str:
@@ -44,7 +49,7 @@ class FillsPasses:
     @property
     def how_ahead(self) -> str:
         """See WorksAhead."""
-        return f"rows of the next batch join passes of fewer than {self.fill} tokens"
+        return JOINING.format(self.fill)
 
     def begin(self, requests: Sequence[Request]) -> None:
         """See WorksAhead: the next call of `generate` decodes them beside its own rows."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from specrl.rollout.build import build_engine
 from specrl.rollout.engines.base import NO_WEIGHTS, Engine, EngineSpec, Probe
+from specrl.rollout.engines.filling import JOINING
 from specrl.rollout.sections import ClusterConfig
 from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 from specrl.rollout.workers.ahead import Ahead
@@ -36,7 +37,8 @@ class RolloutPool:
     an engine raises is a RolloutError, after which the pool is closed.
 
     It works ahead (WorksAhead): workers without a row of the current batch begin those of the next one, until the pool
-    is called again. One that dies or hangs then costs drafts, and counts as any other.
+    is called again, and the others take some into their passes (FillsPasses). One that dies or hangs then costs drafts,
+    and counts as any other.
 
     Args:
         spec: what each worker builds.
@@ -75,7 +77,11 @@ class RolloutPool:
         """Of all workers, each of which has started."""
         return [worker.info for worker in self._workers if worker.info]
 
-    how_ahead = "idle workers begin the next batch"
+    @property
+    def how_ahead(self) -> str:
+        """See WorksAhead."""
+        fill = min(info.fill for info in self._infos)
+        return "idle workers begin the next batch" + (f", and {JOINING.format(fill)}" if fill else "")
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate."""
@@ -86,11 +92,15 @@ class RolloutPool:
             shares = split_work(requests, len(self._workers))
             # a worker without rows is called too: its engine, awake since the update, gives its memory back
             shares += [[] for _ in self._workers[len(shares) :]] if shares else []
-            calls = [(self.weight_version, [requests[i] for i in rows]) for rows in shares]
-            tasks = deque(Task("generate", call, rows) for call, rows in zip(calls, shares, strict=True))
-            for worker, task, (completions, cost) in self._run(tasks):
+            tasks: deque[Task] = deque()
+            for i, rows in enumerate(shares):
+                share = [requests[row] for row in rows]
+                beside = self._ahead.share(len(shares) - i) if self._fills(share) else []
+                tasks.append(Task("generate", (self.weight_version, share, beside), rows))
+            for worker, task, (completions, cost, texts) in self._run(tasks):
                 costs[worker.index] += cost
                 done |= zip(task.rows, completions, strict=True)
+                self._ahead.learn(task.args[-1], texts, 0.0)
         return [done[i] for i in range(len(requests))], merge_stats(costs)
 
     def update_weights(
@@ -140,6 +150,10 @@ class RolloutPool:
     def _state(self) -> tuple[ray.ObjectRef | None, int, Probe | None]:
         """What a worker must have loaded before it serves."""
         return self._delivery.stored(), self.weight_version, self._probe
+
+    def _fills(self, share: Sequence[Request]) -> bool:
+        """Whether the passes of these rows have room for others; those of a baseline are its own."""
+        return any(not request.plain for request in share) and all(info.fill for info in self._infos)
 
     def _start(self, worker: WorkerHandle) -> None:
         threads = max(1, int(self.cluster.cpus_per_worker))

@@ -31,6 +31,8 @@ class WorkerInfo:
     """UUID of the GPU that it computes on; empty for none."""
     rank_gpus: tuple[str, ...] = ()
     """UUID of the GPU of each rank of an engine that receives weights; empty where it does not."""
+    fill: int = 0
+    """See FillsPasses; 0 for other engines."""
 
 
 class RolloutWorker:
@@ -72,7 +74,7 @@ class RolloutWorker:
         self.engine = build(spec)
         self.update_weights(arrays, version, probe)
         updates = getattr(self.engine, "updates", None)
-        return WorkerInfo(os.getpid(), gpu_uuid(), updates.gpus if updates else ())
+        return WorkerInfo(os.getpid(), gpu_uuid(), updates.gpus if updates else (), getattr(self.engine, "fill", 0))
 
     def update_weights(self, arrays: Arrays | None, version: int, probe: Probe | None) -> None:
         """Args: arrays: None for the weights of the model's files, which no update has replaced."""
@@ -98,9 +100,17 @@ class RolloutWorker:
         self.engine.updates.finish_update(version, probe)
         self.version = version
 
-    def generate(self, version: int, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
+    def generate(
+        self, version: int, requests: Sequence[Request], beside: Sequence[Request] = ()
+    ) -> tuple[list[Completion], EngineStats, list[AheadText]]:
+        """Args: beside: rows of the next batch for the passes of an engine that fills them; their texts come last."""
         self._check_version(version)
-        return self.engine.generate(requests)
+        if not beside:
+            return *self.engine.generate(requests), []
+        self.engine.begin(beside)
+        completions, stats = self.engine.generate(requests)
+        texts, _ = self.engine.stop()
+        return completions, stats, [texts.get(request.key, AheadText((), None)) for request in beside]
 
     def ahead(self, version: int, call: int, requests: Sequence[Request]) -> tuple[list[AheadText], float]:
         """The responses so far when all have ended or `halt` was called, and the seconds it took.

@@ -153,8 +153,6 @@ def _size_rules(c: Config) -> Iterator[str]:
     if c.cluster.num_workers and c.rollout.engine == "vllm" and 0 < gpus < shards:
         near = f"Try cluster.gpus_per_worker={shards}"
         yield f"<rollout.vllm.tensor_parallel> needs as many GPUs per worker, not <cluster.gpus_per_worker>. {near}."
-    if c.cluster.num_workers and c.rollout.fill not in ("auto", 0):
-        yield "<rollout.fill> has no effect with <cluster.num_workers>: idle workers roll out ahead. Leave it out."
     if c.trainer.overlong_tokens(cap) >= cap:
         near = f"Try trainer.overlong_buffer={cap // 5}"
         yield f"<trainer.overlong_buffer> must be below <rollout.max_new_tokens>. {near}."

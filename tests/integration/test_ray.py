@@ -16,6 +16,7 @@ RAY = {
     "cluster__num_workers": 2,
     "cluster__task_timeout_s": 8,
     "cluster__object_store_mb": 100,
+    "rollout__fill": 64,
     "trainer__epochs": 2,
     "trainer__save_every": 2,
 }
@@ -53,6 +54,7 @@ def test_a_run_whose_workers_are_killed_and_hung_is_the_undisturbed_run(undistur
     got = run(tmp_path, disturbed, **RAY)
     pool = got.trainer.rollouts.engine
     assert any(step.metrics["spec/ahead_ratio"] > 0 for step in got.steps)  # how many, time decides
+    assert any(step.metrics.get("spec/ahead_tokens") for step in got.steps)
     assert [sig for sig, _ in pool.struck] == [signal.SIGKILL, signal.SIGSTOP]
     assert pool.replaced == 2
     assert differences(got, undisturbed) == []

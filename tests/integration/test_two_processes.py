@@ -13,6 +13,7 @@ OPTIONS = {"rollout__replay": 0.5, "trainer__epochs": 2, "trainer__save_every": 
 PPO = {"config": "ppo_math", "trainer__updates_per_rollout": 2, "trainer__beta": 0.05, "trainer__eval_prompts": 0}
 DAPO = {"config": "dapo_math", "trainer__overlong_buffer": 0, "trainer__prompts_per_step": 3}
 DAPO |= {"reward__functions": "[tests.runs:sixth]", "trainer__eval_prompts": 0}  # its groups cross the processes
+SLOW = {"rollout__measure_every": 1, "rollout__replay": 0, "trainer__epochs": 1}
 
 # What each process does: the runs NAME=COMMAND LINE of a JSON file, one after the other; it reports on each what it
 # rolled out and holds at the end. "exact" writes its report, too.
@@ -34,7 +35,7 @@ def slow(*args):
     generate = engine.generate
 
     def late(*asked):
-        time.sleep(0.3 * int(os.environ["RANK"]))
+        time.sleep(int(os.environ["RANK"]))
         return generate(*asked)
 
     engine.generate = late
@@ -87,7 +88,8 @@ def launched(tmp_path_factory):
             "trained",
             {"name": "trained", "rollout__drafter": drafter(folder / "draft"), "trainer__drafter__train": "true"},
         ),
-        ("slow", {"name": "slow", "rollout__measure_every": 1, "rollout__replay": 0, "trainer__epochs": 1}),
+        ("slow", SLOW | {"name": "slow", "rollout__fill": 64}),
+        ("plain", SLOW | {"name": "plain", "rollout__acceptance": "off"}),
     ]
     commands = [(name, words(folder, model=policy(), **OPTIONS | options)) for name, options in plan]
     (folder / "runs.json").write_text(json.dumps(commands))
@@ -115,9 +117,9 @@ def test_both_took_part_and_end_with_the_same_weights_and_the_same_cache(launche
         assert all(step["reuse"] > 0.1 for step in report["steps"][3:])
 
 
-@pytest.mark.parametrize("name", ["exact", "ahead", "trained"])
-def test_it_is_the_run_without_speculation(launched, name):
-    for a, b in zip(launched[name], launched["off"], strict=True):
+@pytest.mark.parametrize(("name", "off"), [("exact", "off"), ("ahead", "off"), ("trained", "off"), ("slow", "plain")])
+def test_it_is_the_run_without_speculation(launched, name, off):
+    for a, b in zip(launched[name], launched[off], strict=True):
         for x, y in zip(a["steps"], b["steps"], strict=True):
             assert (x["rows"], x["tokens"], x["rewards"]) == (y["rows"], y["tokens"], y["rewards"])
         assert a["losses"] == b["losses"]
@@ -127,6 +129,13 @@ def test_it_is_the_run_without_speculation(launched, name):
 def test_each_process_knows_the_rows_that_come_to_it(launched):
     for report in launched["ahead"]:
         assert all(step["metrics"]["spec/ahead_done_ratio"] == 1 for step in report["steps"][1:])
+
+
+def test_a_process_that_is_done_goes_on_with_the_next_batch_until_all_are(launched):
+    """One of them sleeps for long enough to end all rows of the next batch, the other waits for nobody."""
+    first, second = ([step["metrics"] for step in report["steps"][1:]] for report in launched["slow"])
+    assert [step["spec/ahead_done_ratio"] for step in first] == [1] * len(first)
+    assert max(step["spec/ahead_done_ratio"] for step in second) < 1
 
 
 def test_reported_seconds_are_those_of_the_slowest_process(launched):

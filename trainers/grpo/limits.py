@@ -94,11 +94,11 @@ def check_args(args: GRPOConfig, given: Mapping[str, Any], config: RolloutConfig
         raise _refused("rollout_func", "it would generate instead of specrl. Leave one of the two out")
     if not args.use_vllm:
         return
-    if config.fill not in ("auto", 0):
+    if config.fill not in ("auto", 0) and args.vllm_mode == "server":
         raise _refused(
-            f"RolloutConfig(fill={config.fill}) with use_vllm=True",
-            "no rows of the next batch join the steps of the vLLM that TRL starts; a server begins them between its "
-            "calls. Leave it out, use_vllm=False, or take python -m specrl.train",
+            f"RolloutConfig(fill={config.fill}) with vllm_mode='server'",
+            "a server begins rows of the next batch between its calls, and no row joins a pass of another batch. Leave "
+            "it out, or use vllm_mode='colocate'",
         )
     if config.drafter:
         raise _refused(

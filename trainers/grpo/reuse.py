@@ -33,6 +33,7 @@ from specrl.trainers.grpo.foresight import Foresight, upcoming
 from specrl.trainers.grpo.limits import INSTALL, check_trainer
 from specrl.trainers.grpo.vllm import TRLEngine
 from specrl.trainers.keeping import Keeping
+from specrl.trainers.peers import Peers
 from specrl.trainers.scored import Scored
 from specrl.trainers.tools import ToolResults
 from specrl.trainers.turns import logged
@@ -76,6 +77,7 @@ class Reuse:
         """Most tokens of a prompt and its response, once the engine is open."""
         self._resumed = False
         self._conversations: list[Conversation] = []
+        self._coming: list[Conversation] = []  # of the next batch
         self._domain: Domain = "rollout"
         self.turns: list[Scored] = []
         """Of the latest batch of this process, with what was reused and what it cost."""
@@ -107,15 +109,22 @@ class Reuse:
             process = trainer.accelerator.process_index
             self._conversations = begin(prompts, self._visits[domain].next, gather_object, process)
             conversations = self._conversations
-            if domain == "rollout" and self._foresees:
-                self._announce(process)
+            self._coming = self._next(process) if self._foresees and domain == "rollout" else []
         else:
             conversations = match(self._conversations, prompts)
+        if self._foresees and domain == "rollout":
+            coming = self._coming
+            rollout.announce(
+                [self._row(c, c.tokens, 0) for c in coming],
+                visit=[c.visit for c in coming],
+                sample_indices=[c.sample_index for c in coming],
+            )
         rows = [self._row(c, ids, number) for c, ids in zip(conversations, prompts, strict=True)]
         active = [i for i, row in enumerate(rows) if row.max_new_tokens]
         step = max(trainer.state.global_step, rollout.engine.weight_version)  # a second train() restarts at 0
         rollout.engine.update_weights(None, step)
-        with self._autocast():
+        together = self._peers.batch(rollout.engine) if number == 0 else nullcontext()
+        with self._autocast(), together:
             batch = rollout.generate(
                 [rows[i] for i in active],
                 visit=[conversations[i].visit for i in active],
@@ -131,16 +140,11 @@ class Reuse:
             conversation.tokens = [*ids, *completion.tokens]
         return completions
 
-    def _announce(self, process: int) -> None:
-        """Announces the first turns of the next batch; every process takes part."""
+    def _next(self, process: int) -> list[Conversation]:
+        """The next batch, of which every turn of this one announces the first turns; all processes take part."""
         prompts = upcoming(self.trainer, self.sampler, self._control.rollouts + 1)
         ids = self.trainer._tokenize_prompts(prompts)[0] if prompts else []
-        coming = begin(ids, self._visits["rollout"].so_far, gather_object, process)
-        self.rollout.announce(
-            [self._row(c, c.tokens, 0) for c in coming],
-            visit=[c.visit for c in coming],
-            sample_indices=[c.sample_index for c in coming],
-        )
+        return begin(ids, self._visits["rollout"].so_far, gather_object, process)
 
     def end(self) -> None:
         """TRL has all turns of a batch: stores them, measures if it is time to, and logs. Every process takes part."""
@@ -212,9 +216,9 @@ class Reuse:
             unknown = "environments may write the prompts of the next batch when they are reset"
         elif isinstance(trainer.train_dataset, IterableDataset):
             unknown = "a dataset that is streamed does not tell the next prompts"
-        if unknown and rollout.runs_ahead:
-            log.warning("Nothing is rolled out ahead: %s.", unknown)
+        log.log(logging.WARNING if unknown and rollout.runs_ahead else logging.INFO, rollout.about_ahead(unknown))
         self._foresees = not unknown and any(gather_object([rollout.runs_ahead]))
+        self._peers = Peers()
         same_numerics = not trainer.use_vllm and trainer.accelerator.mixed_precision == "no"
         strict = same_numerics and exact_bits(trainer.model.dtype, trainer.accelerator.device, config)
         self._control = Control(rollout, _unscored, gather_object, strict=strict)

@@ -68,7 +68,7 @@ class _Reusing:
         results = ToolResults()
         if tools := given.get("tools"):
             given["tools"] = [results.wrap(tool) for tool in tools]
-        with keyed_vllm():
+        with keyed_vllm(self.specrl_config.fill):
             super().__init__(*bound.args, **bound.kwargs)
         trainer: Any = self
         self.specrl = Reuse(trainer, self.specrl_config, results)

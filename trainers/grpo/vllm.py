@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 
 from specrl.rollout.drafting.suffix import SuffixDrafter
 from specrl.rollout.engines.base import Probe
+from specrl.rollout.engines.filling import JOINING
 from specrl.rollout.engines.vllm.wire import KeyedRequest
 from specrl.rollout.types import AheadText, Completion, EngineStats, FinishReason, Request, RolloutError
 from specrl.rollout.workers.ahead import Ahead
@@ -25,8 +27,9 @@ MOST_TEXTS = 8
 class TRLEngine:
     """An Engine on the vLLM that TRL owns. TRL sends its weights, and chooses its sampling params.
 
-    A server is idle while TRL scores a batch and updates the weights, and works ahead then (see WorksAhead): from the
-    end of a `generate` to the beginning of the next, or of an update. The first process sends the rows of all.
+    It works ahead (see WorksAhead). A server is idle while TRL scores a batch and updates the weights, and does so
+    then: from the end of a `generate` to the beginning of the next, or of an update. The first process sends the rows
+    of all. In the trainer's process rows of the next batch join passes of `generate`.
 
     Args:
         trainer: a GRPOTrainer or RLOOTrainer with use_vllm=True, built inside `keyed_vllm`.
@@ -34,7 +37,8 @@ class TRLEngine:
     """
 
     own_weights = True
-    how_ahead = "the vLLM server begins the next batch while this one is scored and trained on"
+    others_at_work = staticmethod(lambda: False)
+    """See FillsPasses: of an engine in the trainer's process."""
 
     def __init__(self, trainer: Any, eos_ids: frozenset[int]):
         self._trainer = trainer
@@ -43,10 +47,14 @@ class TRLEngine:
         self._calls = 0
         self.weight_version = 0
         self._server = trainer.vllm_mode == "server"
-        self._vllm = trainer.vllm_generation.llm if not self._server else None
+        self._vllm: Any = trainer.vllm_generation.llm if not self._server else None
         if self._server and trainer.accelerator.is_main_process:
             self._vllm = trainer.vllm_generation.vllm_client
-        self.not_ahead = "" if self._server else "vLLM in the trainer's process has nothing idle"
+        self.not_ahead = ""
+        self.how_ahead = "the vLLM server begins the next batch while this one is scored and trained on"
+        if not self._server:
+            self.not_ahead = "" if self._vllm.fill else "rollout.fill is 0, so no rows of the next batch join passes"
+            self.how_ahead = JOINING.format(self._vllm.fill)
         self._ahead = Ahead()
         self._working: Sequence[Request] | None = None  # rows of this process that the server works ahead on
         self._began = 0.0
@@ -61,6 +69,9 @@ class TRLEngine:
         rows = list(zip(keyed, caps, strict=True))
         if self._server:
             rows = gather_object(rows)  # TRL sends the prompts of all processes from the first one
+        else:
+            self._vllm.others_at_work = self.others_at_work
+            self._work_ahead()
         before = self._vllm.counters() if self._vllm else None
         if self._vllm:
             self._vllm.rows = rows
@@ -77,6 +88,9 @@ class TRLEngine:
             stats.count("texts", drafted, accepted)
         if self._server:
             self._work_ahead()
+        else:
+            stats.ahead_tokens = self._halt()
+            self._ahead.plan([])  # the passes of evaluations and baselines are their own
         values = logprobs or [[] for _ in tokens]  # RLOO asks vLLM for none
         responses = zip(tokens, values, strict=True)
         return [self._completion(list(ids), [entry[0] for entry in row]) for ids, row in responses], stats
@@ -103,35 +117,39 @@ class TRLEngine:
         return self._ahead.take()
 
     def _work_ahead(self) -> None:
-        """Sends the announced rows of all processes."""
+        """Begins the announced rows; behind a server those of all processes."""
         requests = self._ahead.share(1)
         rows = [
             (keyed, request.max_new_tokens, [*request.prompt])
             for keyed, request in zip(self._keyed(requests), requests, strict=True)
         ]
-        if rows := gather_object(rows):
+        if rows := gather_object(rows) if self._server else rows:
             self._working = requests
             self._began = time.perf_counter()
             if self._vllm:
                 self._vllm.begin(rows)
 
-    def _halt(self) -> None:
-        """Ends the work ahead, and keeps its texts.
+    def _halt(self) -> int:
+        """Ends the work ahead, and keeps its texts. Returns their tokens.
 
         Raises:
             RolloutError: the server does not stop, or has failed; it must get no weights, as it would go on with KV of
                 the old ones.
         """
         if self._working is None:
-            return
+            return 0
         stopped = [self._vllm.stop() if self._vllm else None]
-        broadcast_object_list(stopped, from_process=0)
+        seconds = 0.0  # passes of the batch take no longer
+        if self._server:
+            broadcast_object_list(stopped, from_process=0)
+            seconds = time.perf_counter() - self._began
         texts = [
             AheadText(tokens, None if cut else self._finish(tokens))
             for tokens, cut in ((stopped[0] or {})[request.key] for request in self._working)
         ]
-        self._ahead.learn(self._working, texts, time.perf_counter() - self._began)
+        self._ahead.learn(self._working, texts, seconds)
         self._working = None
+        return sum(len(text.tokens) for text in texts)
 
     def _finish(self, tokens: Sequence[int]) -> FinishReason:
         return "stop" if tokens and tokens[-1] in self._eos_ids else "length"
@@ -202,15 +220,17 @@ def check_server(args: GRPOConfig) -> None:
 
 
 @contextmanager
-def keyed_vllm() -> Iterator[None]:
+def keyed_vllm(fill: int | str) -> Iterator[None]:
     """A TRL trainer that is built in a `with` block has a vLLM, or a client of one, that serves keyed requests.
+
+    Args: fill: `rollout.fill`.
 
     TRL gives its engine fixed arguments (trl/generation/vllm_generation.py), so the classes that it builds are
     replaced while it does.
     """
     import trl.generation.vllm_generation as theirs
 
-    replaced = {"LLM": _keyed_llm, "VLLMClient": _keyed_client}
+    replaced = {"LLM": partial(_keyed_llm, fill=fill), "VLLMClient": _keyed_client}
     originals = {name: getattr(theirs, name) for name in replaced if hasattr(theirs, name)}
     for name in originals:
         setattr(theirs, name, replaced[name])

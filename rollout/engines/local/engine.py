@@ -31,7 +31,7 @@ from specrl.rollout.engines.base import (
     gc_frozen,
     out_of_memory,
 )
-from specrl.rollout.engines.filling import FillsPasses, joining
+from specrl.rollout.engines.filling import FillsPasses, chosen_fill, joining
 from specrl.rollout.engines.local.memory import max_concurrent_rows, row_tokens
 from specrl.rollout.engines.local.model import InFlightPass, PackedModel, base_model
 from specrl.rollout.engines.local.probe import packed_model
@@ -57,11 +57,6 @@ class Cohort:
     drafts: dict[int, Draft] = field(default_factory=dict)
     """Of the passes in flight."""
     in_flight: list[InFlightPass] = field(default_factory=list)
-
-
-def at_work(waiting: Collection[Response], cohorts: Iterable[Cohort]) -> bool:
-    """Whether the batch's own rows have not all ended; those of the next batch stop with them."""
-    return bool(waiting) or any(not row.ahead for cohort in cohorts for row in cohort.rows.values())
 
 
 class TransformersEngine(FillsPasses):
@@ -109,7 +104,7 @@ class TransformersEngine(FillsPasses):
         super().__init__()
         self.drafting.attach(self.policy)
         on_cpu = self.device.type == "cpu"
-        self.choose_fill(self.limits.fill, lambda tokens: self.policy.timing(tokens, tokens)[1], on_cpu)
+        self.fill = chosen_fill(self.limits.fill, lambda tokens: self.policy.timing(tokens, tokens)[1], on_cpu)
 
     def generate(self, requests: Sequence[Request]) -> tuple[list[Completion], EngineStats]:
         """See Engine.generate. Prompts need at least one token and must fit the model's context with the response."""
@@ -265,7 +260,7 @@ class TransformersEngine(FillsPasses):
         waiting = deque(row for row in rows if row.finish is None)
         beside = deque(ahead)
         cohorts = [Cohort() for _ in range(1 + (self.policy.overlaps and min(size, len(waiting)) >= OVERLAP))]
-        while at_work(waiting, cohorts):
+        while self._goes_on(waiting, cohorts):
             for cohort in cohorts:
                 self._settle(policy, cohort, stats)
                 self._leave(policy, cohort, closing=not waiting and not beside)
@@ -273,7 +268,7 @@ class TransformersEngine(FillsPasses):
                     count = min(policy.free, joining(len(cohort.rows), len(queue), -(-most // len(cohorts))))
                     if count > 0:
                         self._admit(policy, cohort, [queue.popleft() for _ in range(count)], stats)
-                if cohort.rows and at_work(waiting, cohorts):
+                if cohort.rows and self._goes_on(waiting, cohorts):
                     self._launch(policy, cohort, stats)
             if len(cohorts) > 1 and not waiting and sum(len(cohort.rows) for cohort in cohorts) < OVERLAP:
                 for cohort in cohorts:
@@ -282,6 +277,11 @@ class TransformersEngine(FillsPasses):
         for cohort in cohorts:
             self._settle(policy, cohort, stats)  # rows of the next batch alone
         stats.ties += policy.ties
+
+    def _goes_on(self, waiting: Collection[Response], cohorts: Iterable[Cohort]) -> bool:
+        """Whether a row of the batch has not ended; those of the next one stop with the last, here or elsewhere."""
+        rows = [row for cohort in cohorts for row in cohort.rows.values()]
+        return bool(waiting) or any(not row.ahead for row in rows) or (bool(rows) and self.others_at_work())
 
     def _admit(self, policy: Reader, cohort: Cohort, rows: list[Response], stats: EngineStats) -> None:
         """Admits rows and computes the KV of their prompts and of what they have emitted."""

@@ -22,7 +22,7 @@ _SERVED = {
     "vllm.v1.engine.input_processor:InputProcessor": "process_inputs vllm_config",
     "vllm.v1.engine:EngineCoreRequest": "sampling_params prompt_token_ids mm_features",
     "vllm.v1.outputs:ModelRunnerOutput": "req_id_to_index sampled_token_ids",
-    "vllm.v1.request:Request": "num_computed_tokens num_tokens",
+    "vllm.v1.request:Request": "num_computed_tokens num_tokens priority",
     f"{_SCHEDULER}scheduler:Scheduler": "requests grammar_compile_error_reqs",
     f"{_SCHEDULER}scheduler:Scheduler.add_request": "self request",
     f"{_SCHEDULER}scheduler:Scheduler.update_from_output": "self scheduler_output model_runner_output",

@@ -57,12 +57,14 @@ class Flow:
         weight_version: int,
         ahead: Sequence[VLLMRow] = (),
         fill: int = 0,
+        others_at_work: Callable[[], bool] = lambda: False,
     ) -> EngineStats:
         """Finishes every row, unless `stop` says before a step that this is enough.
 
         Args:
             ahead: rows of the next batch, which join where no row waits and fewer than `fill` are at work, and which
                 are aborted when the others have ended. vLLM preempts them first.
+            others_at_work: see FillsPasses.
         """
         engine = self.llm.llm_engine
         outputs: dict[int, CompletionOutput] = {}
@@ -74,7 +76,9 @@ class Flow:
         try:
             for i, row in enumerate(rows):
                 names.append(self._submit(str(i), row))
-            while any(i not in outputs for i in range(len(rows))) and not stop():
+            while not stop():
+                if all(i in outputs for i in range(len(rows))) and not (len(names) > len(outputs) and others_at_work()):
+                    break
                 outputs |= step(self.llm)
                 if beside and not self._scheduler.waiting:
                     for _ in range(joining(len(names) - len(outputs), len(beside), fill)):

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from vllm.platforms import current_platform
 
 from specrl.rollout.drafting.drafting import Drafting
 from specrl.rollout.engines.base import Engine, EngineSpec, Probe, SamplingParams
-from specrl.rollout.engines.filling import FillsPasses
+from specrl.rollout.engines.filling import FillsPasses, chosen_fill
 from specrl.rollout.engines.local.sampler import rows_per_chunk
 from specrl.rollout.engines.response import check_request
 from specrl.rollout.engines.vllm.contract import check as check_names
@@ -134,7 +135,7 @@ class VLLMEngine(FillsPasses):
         with self._awake():  # vLLM froze the heap when it started, see gc_frozen
             self._draft_ids.choose(rows)
             try:
-                return self._flow.run(rows, stop, self.weight_version, ahead, self.fill)
+                return self._flow.run(rows, stop, self.weight_version, ahead, self.fill, self.others_at_work)
             except BaseException:
                 self.reset_cache()  # a step that failed has left blocks listed as computed
                 raise
@@ -152,25 +153,14 @@ class VLLMEngine(FillsPasses):
     def _prove(self, version: int, probe: Probe | None) -> None:
         self.reset_cache()
         if probe is not None:
-            probe.check(self._scored(probe.tokens), version)
+            probe.check(scored(self._llm, probe.tokens), version)
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """See Engine.score. At most one token less than the context."""
         if not 0 < len(tokens) < self.context:
             raise RolloutError(f"this engine scores 1 to {self.context - 1} tokens, not {len(tokens)}")
         with self._awake():
-            return self._scored(tokens)
-
-    def _scored(self, tokens: Sequence[int]) -> list[float]:
-        """As `score`, of an engine that is awake."""
-        params = VLLMSamplingParams(
-            temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False
-        )
-        with one_thread():
-            (output,) = self._llm.generate({"prompt_token_ids": list(tokens)}, params, use_tqdm=False)
-        scores = output.prompt_logprobs
-        assert isinstance(scores, FlatLogprobs)  # as asked for
-        return [scores.logprobs[first] for first in scores.start_indices[1:]]
+            return scored(self._llm, tokens)
 
     def reset_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
@@ -227,21 +217,13 @@ class VLLMEngine(FillsPasses):
         return Flow(llm=self._llm, drafts=drafts, logprobs=self.runner == "v2")
 
     def _calibrate(self) -> None:
-        """Times passes of few and of many tokens, for the budget and `fill`: the best of three, after a warm-up."""
-
-        def once(tokens: int) -> float:
-            began = time.perf_counter()
-            self._scored([0] * tokens)
-            return time.perf_counter() - began
-
-        def seconds(tokens: int) -> float:
-            return min(once(min(max(tokens, 2), self.context - 1)) for _ in range(4))
-
+        """Times passes of few and of many tokens, for the budget and `fill`."""
+        seconds = partial(pass_seconds, self._llm)
         sizes = 2, min(256, self.context - 1)
         try:
             measured = [(n, seconds(n)) for n in sizes]
             if not self.spec.rollout.vllm.on_device:
-                self.choose_fill(self.spec.rollout.fill, seconds, current_platform.is_cpu())
+                self.fill = chosen_fill(self.spec.rollout.fill, seconds, current_platform.is_cpu())
         except (ValueError, RuntimeError, AssertionError) as error:  # found by the first passes, not by the start
             self.close()
             raise self._refused(error) from error
@@ -273,6 +255,29 @@ def shut_down(llm: LLM, borrowed_group: bool) -> None:
         core.engine_core.model_executor.shutdown()
     else:
         core.shutdown()
+
+
+def scored(llm: LLM, tokens: Sequence[int]) -> list[float]:
+    """As Engine.score, of an engine that is awake."""
+    params = VLLMSamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+    with one_thread():
+        (output,) = llm.generate({"prompt_token_ids": list(tokens)}, params, use_tqdm=False)
+    scores = output.prompt_logprobs
+    assert isinstance(scores, FlatLogprobs)  # as asked for
+    return [scores.logprobs[first] for first in scores.start_indices[1:]]
+
+
+def pass_seconds(llm: LLM, tokens: int) -> float:
+    """Seconds of a pass of so many tokens, at least two and at most what the engine holds: the best of three, after a
+    warm-up."""
+    prompt = [0] * min(max(tokens, 2), llm.llm_engine.vllm_config.model_config.max_model_len - 1)
+
+    def once() -> float:
+        began = time.perf_counter()
+        scored(llm, prompt)
+        return time.perf_counter() - began
+
+    return min(once() for _ in range(4))
 
 
 @contextmanager

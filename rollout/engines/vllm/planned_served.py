@@ -42,8 +42,9 @@ class ServedDrafter(KeyedDrafter):
 class ServedScheduler(PlannedScheduler):
     """Opens a row for every keyed request, and forgets it with the request.
 
-    It ends a request alone, with finish reason `error`, where a worker had no token for it. Its import brings served.py
-    into the engine's core.
+    Requests of a lower priority (a number above 0) are rows of the next batch, whose drafts come last. It ends a
+    request alone, with finish reason `error`, where a worker had no token for it. Its import brings served.py into the
+    engine's core.
     """
 
     drafts: PlannedDrafts
@@ -80,7 +81,8 @@ class ServedScheduler(PlannedScheduler):
         eos_ids = frozenset({*(params.stop_token_ids or ()), params.eos_token_id} - {None})
         sampling = SamplingParams(eos_ids, params.temperature, max(params.top_k, 0), params.top_p)
         tokens = [*prompt[n:], *request.output_token_ids]
-        return VLLMRow(asked, tokens=tokens, drafting=not keyed.plain, sampling=sampling)
+        ahead = request.priority > 0
+        return VLLMRow(asked, tokens=tokens, drafting=not keyed.plain, ahead=ahead, sampling=sampling)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput):
         sampled = model_runner_output.sampled_token_ids

@@ -107,6 +107,25 @@ def local(spec):
     return build_engine(spec)
 
 
+def test_workers_take_rows_of_the_next_batch_into_their_passes(started, own, local):
+    """Those of a baseline are its own."""
+    spec = own()
+    pool = RolloutPool(replace(spec, rollout=replace(spec.rollout, fill=64)), CLUSTER)
+    now, later = requests_of(8), requests_of(8, visit=1)
+    whole = {request.key: c.tokens for request, c in zip(later, local.generate(later)[0], strict=True)}
+    pool.begin(later)
+    done, stats = pool.generate(now)
+    texts, _ = pool.stop()
+    assert differing(done, local.generate(now)[0]) == []
+    assert stats.ahead_tokens > 0
+    assert texts.keys() == whole.keys()
+    assert all([*text.tokens] == whole[key][: len(text.tokens)] for key, text in texts.items())
+    pool.begin(later)
+    _, stats = pool.generate([replace(request, plain=True) for request in now])
+    assert stats.ahead_tokens == 0
+    pool.close()
+
+
 def gone(pid):
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

@@ -34,15 +34,20 @@ def main(out: str, mode: str, kinds: str, url: str = "") -> None:
         runs = {}
         for acceptance in ("off", "exact"):
             window = BudgetConfig(8 if kind == "smollm2" else 0)  # its passes are long, and drafts seldom pay on a CPU
-            config = RolloutConfig(acceptance=acceptance, measure_every=3, budget=window)
+            fill = 64 if mode == "colocate" and acceptance == "exact" else "auto"
+            config = RolloutConfig(acceptance=acceptance, measure_every=3, budget=window, fill=fill)
             with in_float32() if mode == "colocate" and kind != "rloo" else nullcontext():
                 runs[acceptance] = summary(run(Path(out, kind, acceptance), config, mode, kind, url))
         Path(out, f"{kind}.json").write_text(json.dumps(runs), encoding="utf-8")
-        print(f"{mode}, {kind}: {check(runs, TURNS[kind])}", flush=True)
+        fills = mode == "colocate" and kind != "environment"
+        print(f"{mode}, {kind}: {check(runs, TURNS[kind], fills)}", flush=True)
 
 
-def check(both: dict[str, Any], turns: int) -> str:
-    """Raises AssertionError unless drafts changed nothing and were accepted from the second visit on."""
+def check(both: dict[str, Any], turns: int, fills: bool) -> str:
+    """Raises AssertionError unless drafts changed nothing and were accepted from the second visit on.
+
+    Args: fills: rows of the next batch had to join the passes of this one.
+    """
     off, exact = both["off"], both["exact"]
     for name in ("tokens", "keys", "loss", "reward", "weights", "turns"):
         assert off[name] == exact[name], name
@@ -50,6 +55,7 @@ def check(both: dict[str, Any], turns: int) -> str:
     assert len(set(exact["keys"])) == len(exact["keys"])
     assert not any(off["accepted"])
     assert exact["accepted"][-1] > 0
+    assert exact["ahead"] or not fills
     last = [sum(each["passes"][-2:]) for each in (exact, off)]  # the last visit of both prompts
     assert last[0] < 0.9 * last[1], f"the last visit took {last[0]} passes, and {last[1]} without drafts"
     assert exact["spec/flips_per_1k"] == [0.0] * len(exact["spec/speedup"])
@@ -99,6 +105,7 @@ def summary(run: Run) -> dict:
         "accepted": [batch.accepted for batch in run.batches],
         "passes": [sum(turn.batch.stats.passes for turn in batch.turns) for batch in run.batches],
         "weights": [float(tensor.double().sum()) for tensor in run.weights.values()],
+        "ahead": sum(text is not None for batch in run.training for text in batch.turns[0].batch.ahead),
         **{name: run.logged(name) for name in ("loss", "reward", "spec/speedup", "spec/flips_per_1k")},
         "gap": run.logged("sampling/sampling_logp_difference/max"),
     }

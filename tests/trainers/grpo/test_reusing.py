@@ -30,7 +30,7 @@ from specrl.trainers.grpo.limits import check_args
 from specrl.trainers.grpo.reuse import STATE, Reuse
 from specrl.trainers.tools import ToolResults
 from tests.runs import by_two_processes
-from tests.trainers.grpo.scripts import A, B, Batch, Run, assert_equal, make, tell, train
+from tests.trainers.grpo.scripts import A, B, Batch, Run, assert_equal, make, make_conversations, tell, train
 
 # The script of a user whose data repeats prompts: every other batch and evaluation ask for A.
 SCRIPT = {
@@ -112,6 +112,17 @@ def test_rows_of_the_next_batch_change_nothing(uninterrupted, tmp_path):
     assert sum(filled.logged("spec/ahead_ratio")) > 3
 
 
+@pytest.mark.slow
+def test_rows_of_the_next_batch_are_kept_through_the_turns_of_this_one(tmp_path):
+    plain, filled = (
+        train(tmp_path, config, None, make_conversations, num_train_epochs=2)
+        for config in (RolloutConfig(acceptance="off"), FILL)
+    )
+    assert_equal(plain, filled)
+    assert len(filled.training[0].turns) > 1
+    assert all(filled.training[1].turns[0].batch.ahead)
+
+
 @pytest.fixture
 def announced(monkeypatch) -> list[list[tuple[str, int, int]]]:
     """(example id, sample index, visit) of the rows of every announcement."""
@@ -162,7 +173,7 @@ def test_a_streamed_dataset_has_no_known_next_batch_and_says_so(announced, tmp_p
     streamed = Dataset.from_list([{"prompt": prompt} for prompt in (A, B) * 2]).to_iterable_dataset()
     train(tmp_path, FILL, data=streamed, max_steps=2)
     assert announced == []
-    assert caplog.text.count("Nothing is rolled out ahead: a dataset that is streamed") == 1
+    assert caplog.text.count("Rollouts ahead: off, because a dataset that is streamed") == 1
 
 
 # Noise -----------------------------------------------------------------------------------------------------------
@@ -266,10 +277,11 @@ def test_control_a_draft_that_is_not_verified_ends_a_control_step(monkeypatch, t
 
 PROGRAM = """
 import json, os, sys
-from tests.trainers.grpo.test_reusing import SCRIPT, train
+from tests.trainers.grpo.test_reusing import FILL, SCRIPT, train
 halved = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "ddp_backend": "gloo"}
-run = train(sys.argv[1], **SCRIPT | halved)
+run = train(sys.argv[1], FILL, **SCRIPT | halved)
 result = {"keys": run.keys, "reused": run.logged("spec/reused_ratio")}
+result["ahead"] = [all(batch.turns[0].batch.ahead) for batch in run.training[1:]]
 print(json.dumps(result), file=open(f"{sys.argv[1]}/rank{os.environ['RANK']}.json", "w"))
 """
 
@@ -280,6 +292,7 @@ def test_two_processes_sample_what_one_does(uninterrupted, tmp_path):
     (first, second), _ = by_two_processes(tmp_path, PROGRAM, 600)
     assert sorted(first["keys"] + second["keys"]) == sorted(uninterrupted.keys)
     assert first["reused"] == second["reused"], "the share of all rows"
+    assert all(first["ahead"] + second["ahead"]), "each began the rows that came to it"
 
 
 # Resumed ---------------------------------------------------------------------------------------------------------
@@ -412,7 +425,7 @@ DRAFTER = RolloutConfig(drafter="head-of-mine")
         (VLLM | {"vllm_mode": "colocate", "vllm_tensor_parallel_size": 2}, {}, None, "vllm_tensor_parallel_size=1"),
         (VLLM | {"vllm_mode": "colocate"}, {}, DRAFTER, r"drafter='head-of-mine'.*use_vllm=False"),
         (VLLM | {"vllm_mode": "server"}, {}, DRAFTER, r"drafter='head-of-mine'.*use_vllm=False"),
-        (VLLM | {"vllm_mode": "colocate"}, {}, RolloutConfig(fill=64), r"fill=64.*use_vllm=False"),
+        (VLLM | {"vllm_mode": "server"}, {}, RolloutConfig(fill=64), r"fill=64.*vllm_mode='colocate'"),
         ({}, {"rollout_func": lambda prompts, trainer: {}}, None, "rollout_func"),
     ],
 )

@@ -16,7 +16,7 @@ from specrl import reusing
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.types import RolloutError
 from specrl.run.policy import TINY_PATH
-from tests.runs import ROOT, free_port
+from tests.runs import ROOT, by_two_processes, free_port
 from tests.trainers.grpo.scripts import assert_equal, train
 
 pytest.importorskip("vllm", reason="needs vLLM: make setup")
@@ -106,6 +106,29 @@ def test_a_server_works_ahead_and_changes_nothing(server, tmp_path):
     assert len(complete) > len(pairs) / 4
     assert any([*text] != tokens for text, tokens in complete), "the weights changed some"
     assert any([*text] == tokens for text, tokens in complete)
+
+
+PROGRAM = """
+import json, os, sys
+from specrl.rollout.config import RolloutConfig
+from tests.trainers.grpo.scripts import train
+halved = {"per_device_train_batch_size": 2, "ddp_backend": "gloo", "num_train_epochs": 2, "max_completion_length": 60}
+server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": os.environ["SERVER"]}
+found = []
+for ahead in ("auto", "off"):
+    run = train(f"{sys.argv[1]}/{ahead}", RolloutConfig(ahead=ahead), **halved, **server)
+    begun = [text is not None for batch in run.training for text in batch.turns[0].batch.ahead]
+    found.append({"tokens": [batch.tokens for batch in run.batches], "loss": run.logged("loss"), "begun": sum(begun)})
+print(json.dumps(found), file=open(f"{sys.argv[1]}/rank{os.environ['RANK']}.json", "w"))
+"""
+
+
+@pytest.mark.long
+def test_a_server_works_ahead_for_two_processes(server, tmp_path):
+    """The first one sends the rows of both, and each gets the texts of its own."""
+    for auto, off in by_two_processes(tmp_path, PROGRAM, 600, SERVER=server)[0]:
+        assert (auto["tokens"], auto["loss"]) == (off["tokens"], off["loss"])
+        assert auto["begun"] > off["begun"] == 0
 
 
 @pytest.mark.long

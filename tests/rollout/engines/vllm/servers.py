@@ -62,8 +62,8 @@ def logprobs(output) -> list[float]:
     return [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
 
 
-def start_served(path, arguments: dict):
-    """vLLM's LLM, started as a user starts it."""
+def start_served(path, arguments: dict, made=None):
+    """vLLM's LLM, started as a user starts it. Args: made: a class of its own."""
     from specrl.rollout.engines.vllm.engine import LLM, settings
 
     # vLLM replaces torch.set_num_threads when it starts
@@ -72,7 +72,7 @@ def start_served(path, arguments: dict):
         patch.setattr("torch.set_num_threads", torch.set_num_threads)
         if RUNNER == "v2":
             keep_async(patch)
-        return LLM(**settings(spec_of(path)), **arguments)
+        return (made or LLM)(**settings(spec_of(path)), **arguments)
 
 
 def keep_async(patch) -> None:

@@ -13,6 +13,7 @@ import pytest
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.vllm import planned_v1
+from specrl.rollout.engines.vllm.wire import KeyedRequest
 from specrl.rollout.types import EngineStats, Request, RolloutError
 from specrl.rollout.verify import Accepted
 from specrl.session import ReuseSession
@@ -97,6 +98,42 @@ def test_a_response_that_was_cut_off_goes_on_as_if_it_had_not_been(served, reque
     ]
     assert len(cut) > 8
     assert tokens(served.ask_with(asked)) == [text[3:] for _, text in cut]
+
+
+def test_rows_of_the_next_batch_join_the_passes_of_a_trainers_own_engine(served, requests, plain, saved, monkeypatch):
+    """They change no token, are the beginnings of their texts, and have left when the weights change."""
+    from specrl.rollout.engines.vllm.colocated import KeyedLLM
+    from specrl.rollout.engines.vllm.engine import shut_down
+
+    llm = start_served(saved("qwen3")[1], {"fill": 16}, KeyedLLM)
+    asked = [served.params(request) for request in requests]
+    wire = [KeyedRequest.read(params.extra_args) for params in asked]
+    rows = [(keyed, r.max_new_tokens, list(r.prompt)) for keyed, r in zip(wire, requests, strict=True)]
+    prompts = [{"prompt_token_ids": prompt} for _, _, prompt in rows]
+
+    def batch(first: int) -> list[list[int]]:
+        """Rows from the first one on, every second; the others are the next batch."""
+        llm.rows = [row[:2] for row in rows[first::2]]
+        llm.begin(rows[1 - first :: 2])
+        return tokens(o.outputs[0] for o in llm.generate(prompts[first::2], asked[0], use_tqdm=False))
+
+    assert batch(0) == plain[0][::2]
+    texts = llm.stop()
+    assert list(texts) == [request.key for request in requests[1::2]]
+    ended = [not cut for _, cut in texts.values()]
+    for (text, cut), whole in zip(texts.values(), plain[0][1::2], strict=True):
+        assert text == whole[: len(text)]
+        assert cut == (len(text) < len(whole))
+    assert any(ended)
+    assert not all(ended)
+    llm.reset_prefix_cache()
+    assert batch(1) == plain[0][1::2]
+    with monkeypatch.context() as planted:
+        planted.setattr(llm.llm_engine, "abort_request", lambda *_, **__: None)
+        batch(0)
+    with pytest.raises(RolloutError, match="kept KV of older weights"):
+        llm.reset_prefix_cache()
+    shut_down(llm, True)
 
 
 def test_min_tokens_holds_whatever_the_drafts(served, requests, plain):
