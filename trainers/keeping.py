@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from accelerate.utils import gather_object
 
 from specrl.rollout.cache.log import ResponseLog
-from specrl.rollout.cache.memory import TrajectoryCache
 from specrl.rollout.planned import Domain
 from specrl.rollout.receipts import Receipts, receipts_of
 from specrl.rollout.reduction import Metric
@@ -52,14 +51,3 @@ class Keeping:
         for part in (source.cache, source.twin, self.log):
             metrics |= part.stats() if part is not None else {}
         return metrics
-
-
-def diversity(sampled: Scored, cache: TrajectoryCache | None) -> dict[str, Metric]:
-    """How the responses differ from each other and from the stored ones, before they are stored themselves."""
-    from specrl.rollout.diversity import diversity_metrics
-
-    rows, batch = sampled.rows, sampled.batch
-    names = zip(rows, batch.sample_indices, strict=True)
-    stored = [cache.get(row.example_id, index) if cache else None for row, index in names]
-    old = [None if trajectory is None else trajectory.tokens for trajectory in stored]
-    return diversity_metrics(rows, [c.tokens for c in batch.completions], old)

@@ -18,7 +18,6 @@ from specrl.rollout.reduction import Metric, merged, seconds
 from specrl.rollout.types import Row
 from specrl.trainers import weights
 from specrl.trainers.correction import measured_weights, overlong_penalty, padded
-from specrl.trainers.keeping import diversity
 from specrl.trainers.peers import Peers
 from specrl.trainers.scored import Scored, check_batch
 from specrl.trainers.setup import Setup
@@ -206,13 +205,12 @@ class Rollouts:
         """Stores the rollout's trajectories, runs the control rows that are due, and returns the rollout's metrics."""
         sampled = self.sampled_batch.generated
         batch = sampled.batch
-        spread = diversity(sampled, self.source.cache) if self._control.due else {}
         self._setup.keeping.keep(sampled, self.source, self.version, number=self.version)
         # a process that does not use a source still counts towards that source's share of all tokens
         for name in gather_object(list(batch.stats.sources)):
             batch.stats.sources.setdefault(name, (0, 0))
         metrics = self._metrics | self._control(sampled.rows, batch, sampled.rewards, step=self.version)
-        metrics |= spread | self._setup.keeping.stats(self.source)
+        metrics |= self._setup.keeping.stats(self.source)
         self._metrics = {}
         if self._control.measured:  # control rows use the engine's forward pass too, so they cannot detect a wrong one
             weights.check(self.engine, self.policy, self.version, self._probe)
