@@ -52,7 +52,8 @@ class KeyedLLM(LLM):
         most = fill if isinstance(fill, int) else 0 if on_cpu else TRIED[-1]
         options["max_num_seqs"] = max(options.get("max_num_seqs") or 0, most) or None
         self._beside: dict[int, tuple[KeyedRequest, int, list[int]]] = {}  # rows of the next batch, by key
-        self._texts: dict[int, tuple[list[int], bool]] = {}
+        self._texts: dict[int, list[int]] = {}  # theirs, as far as they came
+        self._ended: set[int] = set()  # those that are whole
         super().__init__(**platform | options, disable_log_stats=False)
         self.fill = chosen_fill(fill, partial(pass_seconds, self), on_cpu)
 
@@ -73,8 +74,8 @@ class KeyedLLM(LLM):
 
     def stop(self) -> dict[int, tuple[list[int], bool]]:
         """See KeyedClient.stop: the rows have been aborted when the last one of the batch ended."""
-        texts = {key: self._texts.get(key, ([], True)) for key in self._beside}
-        self._beside, self._texts = {}, {}
+        texts = {key: (self._texts.get(key, []), key not in self._ended) for key in self._beside}
+        self._beside, self._texts, self._ended = {}, {}, set()
         return texts
 
     def _run(self, own: int, params: VLLMSamplingParams) -> list[RequestOutput]:
@@ -89,12 +90,13 @@ class KeyedLLM(LLM):
         try:
             while len(ended) < own or (engine.has_unfinished_requests() and self.others_at_work()):
                 for output in engine.step():
-                    key = output.request_id.removeprefix(AHEAD)
-                    if key == output.request_id:
+                    name = output.request_id
+                    if not name.startswith(AHEAD):
                         ended += [output] if output.finished else []
-                    else:
-                        tokens, _ = self._texts.get(int(key), ([], True))
-                        self._texts[int(key)] = [*tokens, *output.outputs[0].token_ids], not output.finished
+                        continue
+                    key = int(name.removeprefix(AHEAD))
+                    self._texts.setdefault(key, []).extend(output.outputs[0].token_ids)
+                    self._ended |= {key} if output.finished else set()
                 for _ in range(joining(engine.get_num_unfinished_requests(), len(waiting), self.fill)):
                     keyed, cap, prompt = waiting.popleft()
                     theirs = self._with_key(params, keyed, cap)

@@ -25,6 +25,9 @@ _SERVED = {
     "vllm.v1.request:Request": "num_computed_tokens num_tokens priority",
     f"{_SCHEDULER}scheduler:Scheduler": "requests grammar_compile_error_reqs",
     f"{_SCHEDULER}scheduler:Scheduler.add_request": "self request",
+    f"{_SCHEDULER}scheduler:Scheduler.make_spec_decoding_stats": (
+        "self spec_decoding_stats num_draft_tokens num_accepted_tokens num_invalid_spec_tokens request_id"
+    ),
     f"{_SCHEDULER}scheduler:Scheduler.update_from_output": "self scheduler_output model_runner_output",
 }
 _PLANNED = {

@@ -150,6 +150,8 @@ class DraftScheduler(AsyncScheduler):
         if self.drafts is not None:
             drafted, accepted = counts["num_draft_tokens"], counts["num_accepted_tokens"]
             self.drafts.observe_draft(counts["request_id"], drafted, accepted)
+        if self.requests[counts["request_id"]].priority > 0:  # of the next batch: vLLM's counters are of this one
+            return spec_decoding_stats
         return super().make_spec_decoding_stats(spec_decoding_stats, *args, **counts)
 
     def update_from_output(self, scheduler_output, model_runner_output):

@@ -84,6 +84,11 @@ class ServedScheduler(PlannedScheduler):
         ahead = request.priority > 0
         return VLLMRow(asked, tokens=tokens, drafting=not keyed.plain, ahead=ahead, sampling=sampling)
 
+    def make_spec_decoding_stats(self, spec_decoding_stats: Any, *args: Any, **counts: Any) -> Any:
+        if self.requests[counts["request_id"]].priority > 0:  # of the next batch: vLLM's counters are of this one
+            return spec_decoding_stats
+        return super().make_spec_decoding_stats(spec_decoding_stats, *args, **counts)
+
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput):
         sampled = model_runner_output.sampled_token_ids
         for name, i in model_runner_output.req_id_to_index.items() if sampled else ():

@@ -43,6 +43,21 @@ def test_plain_decoding_equals_one_row_at_a_time(golden, family):
     assert len(differing(other, want)) > 13  # control: other keys give other texts
 
 
+@pytest.mark.parametrize("others", [False, True])
+def test_rows_of_the_next_batch_end_with_this_one_or_with_the_process_that_takes_longest(golden, others):
+    """They end by themselves, however long that takes."""
+    model, cases, want = golden("llama")
+    engine = engine_of(model, fill=64)
+    engine.others_at_work = lambda: others
+    later = requests_of(cases, visit=1)
+    engine.begin(later)
+    done, _ = engine.generate(requests_of(cases[:4]))
+    assert differing(done, want[:4]) == []
+    texts, _ = engine.stop()
+    assert texts
+    assert others == all(r.key in texts and texts[r.key].finish for r in later)
+
+
 @pytest.mark.parametrize(("family", "window"), [*((f, 16) for f in FAMILIES), *(("llama", w) for w in (0, 1, 200))])
 def test_drafts_of_any_quality_change_nothing(golden, family, window):
     model, cases, want = golden(family)

@@ -62,20 +62,25 @@ def test_two_ranks_sample_what_one_process_samples_with_drafts_of_any_quality(en
     assert stats.passes < steps / 2
 
 
-def test_rows_of_the_next_batch_join_the_steps_of_this_one(engine_of, some):
+@pytest.mark.parametrize("others", [False, True])
+def test_rows_of_the_next_batch_join_the_steps_of_this_one(engine_of, some, others):
+    """Where another process is at work for longer, they go on to their ends."""
     cases, want = some()
     engine = engine_of(parallel=1)
     plain, _ = engine.generate(requests_of(cases))
     texts = texts_of_every_quality([t for t, _, _ in want])
     coming = [replace(request, key=request.key + 1) for request in requests_of(cases, texts)]
     engine.fill = 64
+    engine.others_at_work = lambda: others
     try:
         engine.begin(coming)
         done, stats = engine.generate(requests_of(cases, texts_of_every_quality([t for t, _, _ in want])))
     finally:
         engine.fill = 0
+        del engine.others_at_work
     assert exactly(done) == exactly(plain)
     ahead, _ = engine.stop()
+    assert others == all(r.key in ahead and ahead[r.key].finish for r in coming)
     assert stats.ahead_tokens == sum(len(text.tokens) for text in ahead.values()) > 0
     for request, c in zip(coming, engine.generate(coming)[0], strict=True):
         if text := ahead.get(request.key):

@@ -105,35 +105,39 @@ def test_rows_of_the_next_batch_join_the_passes_of_a_trainers_own_engine(served,
     from specrl.rollout.engines.vllm.colocated import KeyedLLM
     from specrl.rollout.engines.vllm.engine import shut_down
 
-    llm = start_served(saved("qwen3")[1], {"fill": 16}, KeyedLLM)
-    asked = [served.params(request) for request in requests]
-    wire = [KeyedRequest.read(params.extra_args) for params in asked]
-    rows = [(keyed, r.max_new_tokens, list(r.prompt)) for keyed, r in zip(wire, requests, strict=True)]
-    prompts = [{"prompt_token_ids": prompt} for _, _, prompt in rows]
+    llm = start_served(saved("qwen3")[1], {"fill": 4}, KeyedLLM)
+    params = served.params(requests[0])
+    whole = {request.key: text for request, text in zip(requests, plain[0], strict=True)}
 
-    def batch(first: int) -> list[list[int]]:
-        """Rows from the first one on, every second; the others are the next batch."""
-        llm.rows = [row[:2] for row in rows[first::2]]
-        llm.begin(rows[1 - first :: 2])
-        return tokens(o.outputs[0] for o in llm.generate(prompts[first::2], asked[0], use_tqdm=False))
+    def batch(own: list[Request], later: list[Request]) -> list[list[int]]:
+        """The batch's own rows draft nothing; those of the next one draft what they will emit."""
+        llm.rows = [(read(served.params(r, plain=True)), r.max_new_tokens) for r in own]
+        llm.begin([(read(served.params(r, [whole[r.key]])), r.max_new_tokens, list(r.prompt)) for r in later])
+        prompts = [{"prompt_token_ids": list(r.prompt)} for r in own]
+        return tokens(output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False))
 
-    assert batch(0) == plain[0][::2]
-    texts = llm.stop()
-    assert list(texts) == [request.key for request in requests[1::2]]
-    ended = [not cut for _, cut in texts.values()]
-    for (text, cut), whole in zip(texts.values(), plain[0][1::2], strict=True):
-        assert text == whole[: len(text)]
-        assert cut == (len(text) < len(whole))
-    assert any(ended)
-    assert not all(ended)
-    llm.reset_prefix_cache()
-    assert batch(1) == plain[0][1::2]
+    for now, later in (requests[::2], requests[1::2]), (requests[1::2], requests[::2]):
+        assert batch(now, later) == [whole[r.key] for r in now]
+        texts = llm.stop()
+        assert list(texts) == [r.key for r in later]
+        assert all(text == whole[key][: len(text)] for key, (text, _) in texts.items())
+        assert all(cut == (text != whole[key]) for key, (text, cut) in texts.items())
+        assert {cut for _, cut in texts.values()} == ({True, False} if llm.fill == 4 else {False})
+        assert llm.counters()[1:] == (0, 0), "what rows of the next batch draft is not the batch's"
+        llm.reset_prefix_cache()
+        llm.fill = 64
     with monkeypatch.context() as planted:
         planted.setattr(llm.llm_engine, "abort_request", lambda *_, **__: None)
-        batch(0)
+        shorter, *longer = sorted((r for r in requests if len(whole[r.key]) > 2), key=lambda r: len(whole[r.key]))
+        batch([shorter], longer)
     with pytest.raises(RolloutError, match="kept KV of older weights"):
         llm.reset_prefix_cache()
     shut_down(llm, True)
+
+
+def read(params) -> KeyedRequest:
+    """The keyed request of sampling params."""
+    return KeyedRequest.read(params.extra_args)
 
 
 def test_min_tokens_holds_whatever_the_drafts(served, requests, plain):
