@@ -8,7 +8,7 @@ from typing import Literal
 
 from specrl.rollout.types import Completion, RolloutError, Row, Trajectory
 
-Domain = Literal["rollout", "control", "eval", "generate"]
+Domain = Literal["rollout", "control", "eval"]
 
 
 @dataclass(frozen=True, slots=True)

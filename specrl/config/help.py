@@ -18,7 +18,6 @@ COMMANDS = {
     "train": "train a policy",
     "report": "what a run saved, alone or against baseline=DIR",
     "evaluate": "pass@k and mean reward of a policy",
-    "generate": "a policy's responses to a few prompts",
     "bench": "whether drafts pay for a policy, measured before anything is trained",
     "verify": "responses of a finished run decoded again from a checkpoint",
     "drafter": "distil a draft model or a head from a policy",

@@ -146,7 +146,7 @@ def _conversations(
     """The conversations, decoded without drafts, and their messages."""
     from specrl.run.toolbox import conversations
 
-    held, stats = conversations(engine, tokenizer, examples, config, "eval", samples)
+    held, stats = conversations(engine, tokenizer, examples, config, samples)
     return [c.whole() for c in held], [c.messages for c in held], stats
 
 

@@ -15,7 +15,6 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from specrl.config.options import ConfigError
-from specrl.rollout.planned import Domain
 from specrl.rollout.reduction import Metric, count, mean, seconds
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import EngineStats, Row
@@ -284,14 +283,13 @@ def conversations(
     tokenizer: PreTrainedTokenizerBase,
     examples: Sequence[Example],
     config: Config,
-    use: Domain,
-    samples: int = 1,
+    samples: int,
 ) -> tuple[list[Conversation], EngineStats]:
-    """`samples` conversations about each example, outside training. Their keys depend on `use`."""
+    """`samples` conversations about each example, with the keys of evaluations."""
     rollout = SpeculativeRollout(engine, None, config.rollout, config.seed)
     tools = ToolRollouts(Toolbox(tokenizer, config.dataset), rollout, config.dataset.max_turns)
     prompts = [Row(example.id, tuple(render(example, tokenizer, config.dataset).ids)) for example in examples]
     rows = [row for row in prompts for _ in range(samples)]
     indices = [*range(samples)] * len(prompts)
-    held, turns, _ = tools.generate(rows, indices, [0] * len(rows), engine.weight_version, domain=use)
+    held, turns, _ = tools.generate(rows, indices, [0] * len(rows), engine.weight_version, domain="eval")
     return held, turns.batch.stats

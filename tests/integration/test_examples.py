@@ -112,7 +112,6 @@ SMALL = {
     "trainer.eval_prompts=1 report.plots=false",
     "specrl.bench": "dataset.train_size=8 dataset.test_size=1 rollout.max_new_tokens=24 rows=8 repeats=1",
     "specrl.evaluate": "samples=2",
-    "specrl.generate": "rollout.max_new_tokens=24",
     "specrl.report": "plots=false",
 }
 """What a test adds to the commands of the pages, so that they take seconds."""

@@ -8,12 +8,10 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny_policy import build_tokenizer
 from specrl import evaluate as evaluate_command
-from specrl import generate as generate_command
 from specrl.config.load import load, run, save
 from specrl.config.schema import Config
 from specrl.evaluate import EvaluateConfig, main, serving
 from specrl.evaluate import command as command_line
-from specrl.generate import command as generate
 from specrl.results.records import EVALUATION_COST, load_run
 from specrl.reward.set import RewardSet
 from specrl.rollout.build import build_engine
@@ -58,13 +56,11 @@ def trained(tmp_path):
 
 def test_run_brings_its_config_and_its_model(trained, monkeypatch):
     asked = []
-    for module in (evaluate_command, generate_command):
-        monkeypatch.setattr(module, "main", asked.append)
+    monkeypatch.setattr(evaluate_command, "main", asked.append)
     assert command_line([f"run={trained}", "samples=2"]) == 0
     assert command_line([f"run={trained}", "model=tiny"]) == 0
-    assert generate([f"run={trained}", "prompts=1"]) == 0
     model = str(trained / "model")
-    assert [(c.model, c.seed, c.dataset.test_size) for c in asked] == [(model, 3, 5), ("tiny", 3, 5), (model, 3, 5)]
+    assert [(c.model, c.seed, c.dataset.test_size) for c in asked] == [(model, 3, 5), ("tiny", 3, 5)]
 
 
 @pytest.mark.parametrize(

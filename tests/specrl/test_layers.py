@@ -27,7 +27,7 @@ LOSSY = ("rollout/lossy*", "specrl/lossy*")
 """Code that changes the distribution of the tokens. Exact code imports none of it."""
 GATES = (
     *("rollout/build.py", "specrl/run/run.py", "specrl/evaluate.py"),
-    *("specrl/generate.py", "specrl/train_router.py", "specrl/train_judge.py"),
+    *("specrl/train_router.py", "specrl/train_judge.py"),
 )
 """Where the acceptance rule is chosen, and the commands that make what lossy rules need."""
 EXTENSIONS = (

@@ -12,8 +12,8 @@ import pytest
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.config.schema import Config
+from specrl.drafter import DrafterOptions
 from specrl.evaluate import EvaluateConfig
-from specrl.generate import GenerateConfig
 from specrl.run import preflight
 from specrl.train_judge import TrainJudgeConfig
 from specrl.train_router import TrainRouterConfig
@@ -185,8 +185,6 @@ def test_a_dry_run_downloads_nothing_and_says_so(folder):
     ("schema", "options", "splits"),
     [
         (EvaluateConfig, {"split": "train"}, ["train"]),
-        (GenerateConfig, {}, ["test"]),
-        (GenerateConfig, {"prompt": "one"}, []),
         (TrainRouterConfig, {}, ["train"]),
         (TrainJudgeConfig, {}, ["train", "test"]),
         (TrainJudgeConfig, {"cache": "x"}, ["train"]),
@@ -204,5 +202,5 @@ def test_what_is_there_is_accepted(folder):
     shutil.copytree(policy(), folder / "outputs" / "draft")
     for drafter in ("outputs/draft", str(policy())):
         assert len(preflight.check(cli.load(words(folder, rollout__drafter=drafter)))["train"]) == 12
-    generate = cli.load(words(folder, reward__functions="[my_nothing:score]"), GenerateConfig, training=False)
-    assert len(preflight.check(generate, training=False)["test"]) == 8
+    drafter = cli.load(words(folder, reward__functions="[my_nothing:score]"), DrafterOptions, training=False)
+    assert len(preflight.check(drafter, training=False)["train"]) == 12
