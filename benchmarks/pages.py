@@ -233,7 +233,7 @@ def set_ups() -> list[str]:
             f"whole steps {ahead_speedup():.2f}x, embedded policy ({source('ahead-fresh')})",
         ),
         (
-            "one process with a GPU, transformers or vLLM, from the first epoch on",
+            "one process with a GPU, transformers or vLLM, under TRL too, from the first epoch on",
             "rows of the next batch join passes",
             f"rollouts {plain / filled:.1f}x, {old / filled:.1f}x over old text alone; simulated 1.5B, the embedded "
             f"policy's text ({source('fill')})",
