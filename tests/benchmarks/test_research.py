@@ -10,7 +10,6 @@ import torch
 from benchmarks import ablation
 from benchmarks.research.equivalence import arms, on_policy
 from specrl.config import load as cli
-from specrl.drafter import shortened
 from specrl.rollout.engines.local.head import Head
 from specrl.rollout.engines.local.model import PackedModel
 from specrl.tiny import load_tiny
@@ -19,22 +18,10 @@ from tests.runs import ROOT
 pytestmark = pytest.mark.long
 
 NEVER_SLOWER = ["repeats=1", "rollout.max_new_tokens=16", "busy=true"]
-JUDGES_RUN = ["dataset.train_size=4", "trainer.epochs=2", "trainer.prompts_per_step=2", "trainer.save_every=1"]
 SMALLEST = {
-    "noise": {"VOCABULARY": 64, "HIDDEN": {"small": 8}},
-    "cotraining": {"PROMPTS": 1, "GROUP": 2, "CAP": 16},
     "equivalence.arms": {"ARMS": (arms.OFF, arms.AGAIN, arms.EXACT, arms.PUBLISHED, *arms.CONTROLS)},
     "equivalence.learning": {"EPOCHS": 2},
     "equivalence.on_policy": {"OPTIONS": on_policy.OPTIONS | {"dataset.train_size": 4, "rollout.max_new_tokens": 24}},
-    "routers": {"REPEATS": 1},
-    "judges": {
-        "AN_EPOCH_EARLIER": "checkpoints/checkpoint-1",
-        "TEST_PROBLEMS": {"an epoch earlier": 8, "worse": 8},
-        "MINED_PROBLEMS": 8,
-        "MORE_PROBLEMS": 24,
-        "MISMATCHES": 6,
-        "TUNING": {"steps": 4, "batch": 32, "learning_rate": 1e-3},
-    },
 }
 """Constants of the scripts, and what they are here."""
 
@@ -54,23 +41,10 @@ def by_words(name, schema, *words):
     return run
 
 
-def draft_model(folder):
-    model, tokenizer = load_tiny()
-    for part in (shortened(model, 2), tokenizer):
-        part.save_pretrained(folder / "draft")
-
-
 def equivalence(folder):
     """So small that it shows nothing, which makes the result invalid."""
     module = script("equivalence.__main__")
     assert module.main(module.Options(seeds=2, out=str(folder / "out.json"))) == 1
-
-
-def routers(folder):
-    draft_model(folder)
-    words = ["config=arbitrage_math", "dataset.test_size=4", "seeds=1", "rollout.max_new_tokens=24", "continuations=1"]
-    words += ["rollout.drafter={folder}/draft", "methods=likelihood,oracle"]
-    by_words("routers", "RouterBenchConfig", *words)(folder)
 
 
 def real_head(folder):
@@ -96,16 +70,10 @@ def vllm_host(folder):
 
 RUNS = {
     "budget": by_words("budget", "BudgetConfig", "rows=[1]", "repeats=1", "few=true"),
-    "cache_lookup": lambda folder: script("cache_lookup").main(entries=200, rows=8),
-    "cotraining": lambda folder: script("cotraining").main(steps="2", out=str(folder / "out.json")),
     "equivalence": equivalence,
     "host": by_words("host", "HostConfig", "rows=16", "tokens=60", "repeats=1"),
-    "judges": by_words("judges", "JudgesConfig", "work={folder}"),
     "never_slower": by_words("never_slower", "NeverSlowerConfig", "config=grpo_math", "sizes=[8]", *NEVER_SLOWER),
-    "noise": lambda folder: script("noise").main(2, str(folder / "out.json")),
     "real_head": real_head,
-    "routers": routers,
-    "suffix": lambda folder: script("suffix").main(rows=8, tokens=16),
     "vllm_host": vllm_host,
 }
 
@@ -121,11 +89,6 @@ def test_it_runs_to_its_end(name, tmp_path, monkeypatch, capsys):
     for module, constants in SMALLEST.items():
         for constant, value in constants.items():
             monkeypatch.setattr(script(module), constant, value)
-    judges = script("judges")
-    small = {word.partition("=")[0] for word in JUDGES_RUN}
-    kept = [word for word in judges.RUN if word.partition("=")[0] not in small]
-    monkeypatch.setattr(judges, "RUN", [*kept, *JUDGES_RUN])
-    monkeypatch.setitem(script("cotraining").SHARED, "share", 1.0)
     monkeypatch.setattr(ablation, "REGIMES", {"little drift": 0.02})
     for module, replaced in (
         (time, "perf_counter"),
