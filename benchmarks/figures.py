@@ -69,6 +69,10 @@ AHEAD = "benchmarks.ahead out={out}/result.json"
 TWINS = "benchmarks.twins out={out}/result.json"
 REAL = "benchmarks.real sizes=[8,32] rollout.max_new_tokens=64 trainer.learning_rate=1e-6 out={out}/result.json"
 FILL = "benchmarks.fill out={out}/result.json"
+REAL_FILL = (
+    "config=grpo_smollm2 trainer.learning_rate=1e-6 trainer.epochs=1 dataset.train_size=8 trainer.prompts_per_step=1 "
+    "rollout.temperature=1 rollout.max_new_tokens=64 fills=[0,64]"
+)
 SMALL = "trainer.prompts_per_step=2 dataset.train_size=32"
 LONG = "rollout.max_new_tokens=220 rollout.tokens_per_pass=4096"
 FIGURES = {
@@ -106,6 +110,7 @@ FIGURES = {
     "ahead-fresh": Figure((f"{AHEAD} case=fresh trainer.epochs=1 {SMALL}",), json_file),
     "fill": Figure((f"{FILL} trainer.epochs=3",), json_file, ONE_THREAD),
     "fill-7b": Figure((f"{FILL} gpu=7B trainer.epochs=2 fills=[0,150]",), json_file, ONE_THREAD),
+    "smollm2-fill": Figure((f"{FILL} {REAL_FILL}",), json_file, ONE_THREAD),
     "trl-ahead": Figure(("benchmarks.trl_ahead prompts=2 steps=12 out={out}/result.json",), json_file, ONE_THREAD),
     "evaluations": Figure(("benchmarks.evaluations out={out}/result.json",), json_file, ONE_THREAD),
     "turns": Figure(("benchmarks.turns out={out}/result.json",), json_file, ONE_THREAD),
