@@ -236,8 +236,9 @@ def set_ups() -> list[str]:
         (
             "one process with a GPU, transformers or vLLM, under TRL too, from the first epoch on",
             "rows of the next batch join passes",
-            f"rollouts {real['plain'] / real['64']:.1f}x with SmolLM2's text at temperature 1 ({source('smollm2-fill')}), "
-            f"{plain / filled:.1f}x with the embedded policy's ({source('fill')}), {old / filled:.1f}x over old text "
+            f"rollouts {real['plain'] / real['64']:.1f}x with SmolLM2's text at temperature 1 "
+            f"({source('smollm2-fill')}), {plain / filled:.1f}x with the embedded policy's ({source('fill')}), "
+            f"{old / filled:.1f}x over old text "
             "alone; simulated 1.5B",
         ),
         (
