@@ -14,9 +14,8 @@ from tests.runs import ROOT, differences, recorded, run, words
 pytestmark = pytest.mark.long
 RAY = {
     "cluster__num_workers": 2,
-    "cluster__task_timeout_s": 8,
+    "cluster__task_timeout_s": 12,
     "cluster__object_store_mb": 100,
-    "rollout__fill": 64,
     "trainer__epochs": 2,
     "trainer__save_every": 2,
 }
@@ -51,7 +50,7 @@ def disturbed(trainer):
 
 
 def test_a_run_whose_workers_are_killed_and_hung_is_the_undisturbed_run(undisturbed, tmp_path):
-    got = run(tmp_path, disturbed, **RAY)
+    got = run(tmp_path, disturbed, **RAY, rollout__fill=64)
     pool = got.trainer.rollouts.engine
     assert any(step.metrics["spec/ahead_ratio"] > 0 for step in got.steps)  # how many, time decides
     assert any(step.metrics.get("spec/ahead_tokens") for step in got.steps)
