@@ -35,7 +35,7 @@ class RolloutConfig:
     fill: int | Literal["auto"] = doc(
         "auto",
         "rows of the next batch join passes of fewer tokens than this, the number up to which a pass takes no longer. "
-        "auto: timed on GPUs, 0 on CPUs and where vLLM drafts on the device; 0 is off (docs/ahead.md)",
+        "auto: timed on GPUs, 0 on CPUs and where rollout.engine=vllm drafts on the device; 0 is off (docs/ahead.md)",
     )
     replay: float = doc(
         0.0,
