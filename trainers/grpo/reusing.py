@@ -68,7 +68,8 @@ class _Reusing:
         results = ToolResults()
         if tools := given.get("tools"):
             given["tools"] = [results.wrap(tool) for tool in tools]
-        with keyed_vllm(self.specrl_config.fill):
+        off = self.specrl_config.ahead == "off" or self.specrl_config.acceptance != "exact"
+        with keyed_vllm(0 if off else self.specrl_config.fill):
             super().__init__(*bound.args, **bound.kwargs)
         trainer: Any = self
         self.specrl = Reuse(trainer, self.specrl_config, results)

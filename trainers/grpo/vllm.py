@@ -50,10 +50,9 @@ class TRLEngine:
         self._vllm: Any = trainer.vllm_generation.llm if not self._server else None
         if self._server and trainer.accelerator.is_main_process:
             self._vllm = trainer.vllm_generation.vllm_client
-        self.not_ahead = ""
+        self.not_ahead = "" if self._server or self._vllm.fill else "rollout.fill is 0, so nothing joins passes"
         self.how_ahead = "the vLLM server begins the next batch while this one is scored and trained on"
         if not self._server:
-            self.not_ahead = "" if self._vllm.fill else "rollout.fill is 0, so no rows of the next batch join passes"
             self.how_ahead = JOINING.format(self._vllm.fill)
         self._ahead = Ahead()
         self._working: Sequence[Request] | None = None  # rows of this process that the server works ahead on
