@@ -116,7 +116,7 @@ def _engine(bench: Bench, sources: Sequence[str], window: int = 0, drafter: str 
     from specrl.rollout.build import build_engine
 
     config = bench.config.rollout
-    config = replace(config, sources=list(sources), drafter=drafter, budget=replace(config.budget, window=window))
+    config = replace(config, sources=list(sources), drafter=drafter, draft_tokens=window)
     return build_engine(replace(bench.spec, rollout=config), bench.model)
 
 

@@ -39,7 +39,7 @@ from specrl.rollout.sections import doc
 
 SMALL = {
     "config": "grpo_math",
-    "dataset.level": "easy",
+    "data": "arithmetic:easy",
     "dataset.train_size": "16",
     "rollout.group_size": "4",
     "rollout.max_new_tokens": "24",
@@ -57,7 +57,7 @@ SMALL = {
 """Options unless the command line has others: the embedded policy, four short rows a step."""
 LEGAL = {
     "rollout.acceptance": ("exact", "off"),
-    "rollout.budget.window": ("0", "4"),
+    "rollout.draft_tokens": ("0", "4"),
     "rollout.cache.max_mb": ("1", "512"),
     "rollout.measure_every": ("0", "7"),
     "rollout.rows_per_batch": ("3", "256"),
@@ -190,8 +190,6 @@ class Soak:
         if not self.struck["illegal_change"] or self.rng.random() < 0.2:
             self.refused(before)
         chosen = {key: self.rng.choice(LEGAL[key]) for key in self.rng.sample(list(LEGAL), 3)}
-        if before.words.get("rollout.acceptance") == "off" != chosen.get("rollout.acceptance"):
-            chosen["rollout.cache.clear"] = "true"  # a run without a cache to resume from needs this option
         self.note(f"goes on with {chosen}")
         return chosen
 

@@ -6,7 +6,6 @@ A wrong guess costs time, never correctness: the response is the one that plain 
 """
 
 from specrl.rollout.config import RolloutConfig
-from specrl.rollout.sections import BudgetConfig
 from specrl.rollout.build import build_engine
 from specrl.rollout.engines.base import EngineSpec
 from specrl.rollout.types import Request
@@ -29,7 +28,7 @@ class PromptLookup:
 
 
 model, tokenizer = load_tiny()
-config = RolloutConfig(max_new_tokens=160, sources=[], budget=BudgetConfig(window=8))  # no other drafts, 8 tokens
+config = RolloutConfig(max_new_tokens=160, sources=[], draft_tokens=8)  # no other drafts, 8 tokens
 engine = build_engine(EngineSpec(eos_ids=frozenset({tokenizer.eos_token_id}), rollout=config), model)
 prompt = tokenizer("Tom has 30 pens. He buys 12, buys 12, buys 12. How many pens does Tom have now?\n")["input_ids"]
 

@@ -90,7 +90,7 @@ def _routed_engine(spec: EngineSpec, model: PreTrainedModel | None) -> Engine:
         of_draft = replace(spec, model=config.drafter, revision="", rollout=drafting)
         draft = _vllm_engine(of_draft, policy.sampling, *rule_and_drafting(drafting, policy.sampling))
     check_vocab(draft.vocab, policy.vocab)
-    return RoutedRollout(policy, draft, *build_router(config.routed, spec))
+    return RoutedRollout(policy, draft, *build_router(spec))
 
 
 def _sampling(spec: EngineSpec) -> SamplingParams:
@@ -116,8 +116,8 @@ def _judged(
     from specrl.rollout.lossy.judged import DRAFT_TOKENS, Judged
     from specrl.rollout.lossy.pair import fingerprint
 
-    window = config.budget.window or DRAFT_TOKENS
-    judge = JudgeHead.load(config.judged.path, policy=fingerprint(policy))
+    window = config.draft_tokens or DRAFT_TOKENS
+    judge = JudgeHead.load(config.trained, policy=fingerprint(policy))
     return Judged(judge, sampling, drafter, window, config)
 
 
@@ -135,7 +135,8 @@ def rule_and_drafting(
         return lenient(config.lenience), VerifyOldTextOnce()
     model = None
     if drafter is not None:
+        from specrl.rollout.drafting.frequent import FREQUENT_IDS
         from specrl.rollout.engines.local.head import drafter_of
 
-        model = drafter_of(drafter, sampling, config, config.drafter_vocab)
-    return exact, Drafting(Budget(config.budget.window), model)
+        model = drafter_of(drafter, sampling, config, FREQUENT_IDS)
+    return exact, Drafting(Budget(config.draft_tokens), model)

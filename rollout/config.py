@@ -8,9 +8,7 @@ from typing import Literal
 
 from specrl.rollout.sections import (
     SOURCES,
-    BudgetConfig,
     CacheConfig,
-    JudgedConfig,
     RoutedConfig,
     VLLMConfig,
     doc,
@@ -55,16 +53,20 @@ class RolloutConfig:
         "that response after it; earlier: the prompt's other stored responses; prompt: the prompt; group: its "
         "responses in this rollout",
     )
+    draft_tokens: int = doc(
+        0,
+        "draft tokens per row and pass. 0 chooses by measured cost and acceptance, with engine=vllm up to 32, and 8 of "
+        "a draft model; fewer if memory is short",
+        high=127,
+    )
+    trained: str = doc("", "directory of the judge of acceptance=judged, or of the router of routed.by=arbitrage")
     drafter: str = doc(
         "",
         "draft model for rows that left their previous responses: a directory with a model or a head; head: a new "
         "head, for co-training. engine=vllm: a directory (runner v2)",
     )
-    drafter_vocab: int = doc(32_768, "most frequent ids of the run that the draft model may propose; 0 is all")
     rows_per_batch: int = doc(256, "most rows decoded at once; fewer if memory is short", low=1)
     tokens_per_pass: int = doc(4096, "maximum tokens of a forward pass, which limits its memory", low=1)
-    logits_mb: int = doc(256, "memory for logits and noise in MB; larger passes are split", low=1)
-    tie_margin: float = doc(1e-4, "score gap below which a separate pass decides between two tokens (fp32); 0 is off")
     kv_cache_mb: int = doc(
         0,
         "memory of the KV cache in MB; 0: what is free; with engine=vllm memory_utilization on a GPU, 512 on a CPU",
@@ -80,8 +82,6 @@ class RolloutConfig:
         "drafts (docs/sweeps.md)",
     )
     cache: CacheConfig = doc(CacheConfig, "stored responses")
-    budget: BudgetConfig = doc(BudgetConfig, "how many tokens are drafted")
-    judged: JudgedConfig = doc(JudgedConfig, "mismatching draft tokens that acceptance=judged accepts")
     routed: RoutedConfig = doc(RoutedConfig, "reasoning steps that acceptance=routed accepts")
     vllm: VLLMConfig = doc(VLLMConfig, "options of engine=vllm")
 
@@ -94,6 +94,11 @@ class RolloutConfig:
     def reuses(self) -> bool:
         """Whether responses are stored as drafts for the next visit."""
         return self.acceptance in ("exact", "lenient") or self.accepts_old_text
+
+    @property
+    def uses_trained(self) -> bool:
+        """Whether what was `trained` decides over drafts."""
+        return self.acceptance == "judged" or (self.acceptance == "routed" and self.routed.by == "arbitrage")
 
     @property
     def accepts_old_text(self) -> bool:
@@ -147,11 +152,9 @@ class RolloutConfig:
             yield "<rollout.cache.log> keeps what keys decide, not what <rollout.acceptance> accepts. Leave it out."
         if self.engine == "vllm":
             yield from self._vllm_problems()
-        device = self.vllm.on_device
-        for option, value in {"runner": "v1", "scheduling": "sync"}.items():
-            if device and getattr(self.vllm, option) == value:
-                drafts = f"<rollout.vllm.{option}> drafts on the host, and {device} drafts on the device"
-                yield f"{drafts}. Try rollout.vllm.{option}=auto."
+        if self.vllm.on_device and self.vllm.runner == "v1":
+            drafts = f"<rollout.vllm.runner> drafts on the host, and {self.vllm.on_device} drafts on the device"
+            yield f"{drafts}. Try rollout.vllm.runner=auto."
 
     def _vllm_problems(self) -> Iterator[str]:
         if self.lossy and (elsewhere := self.vllm.on_device or self.planned):
@@ -170,5 +173,5 @@ class RolloutConfig:
                 "<rollout.drafter> is a head in the trainer's model, and <rollout.engine> loads a drafter from disk. "
                 "Try rollout.drafter=DIR with a head that `python -m specrl.drafter kind=head out=DIR` makes."
             )
-        if self.drafter and self.vllm.speculator != "texts":
+        if self.drafter and self.vllm.speculator not in ("texts", "device"):
             yield "<rollout.drafter> and <rollout.vllm.speculator> would both draft. Try rollout.vllm.speculator=texts."

@@ -34,8 +34,8 @@ def unknown_name(key: str, name: str, known: tuple[str, ...]) -> str:
 
 SOURCES = ("prefix", "position", "earlier", "prompt", "group")
 """The texts that drafts are copied from, as described at `rollout.sources`."""
-SPECULATORS = ("texts", "ngram_gpu", "eagle", "eagle3", "mtp")
-"""What drafts in vLLM if `rollout.drafter` is empty: specrl's `texts`, or a method of vLLM."""
+SPECULATORS = ("texts", "device", "ngram_gpu", "eagle", "eagle3", "mtp")
+"""What drafts in vLLM: specrl on the host or on the `device`, or a method of vLLM."""
 
 
 @dataclass
@@ -47,17 +47,6 @@ class CacheConfig:
     )
     start_from: str = doc("", "stored responses to start with, such as the directory `trajectories` of an earlier run")
     log: bool = doc(False, "keep every response by its key in the run's `texts`, for rollout.twin and for resumes")
-    clear: bool = doc(False, "resume with an empty cache")
-
-
-@dataclass
-class BudgetConfig:
-    window: int = doc(0, "draft tokens per row and pass; 0 chooses by measured cost and acceptance")
-
-
-@dataclass
-class JudgedConfig:
-    path: str = doc("", "directory of the trained judge")
 
 
 @dataclass
@@ -67,7 +56,6 @@ class RoutedConfig:
         "score that decides whether the policy rewrites a draft step. likelihood: the policy's, in a pass over the "
         "step; arbitrage: a trained router that sees the draft alone",
     )
-    path: str = doc("", "directory of arbitrage's router")
     threshold: float = doc(
         0.5,
         "largest score at which a draft step is kept. arbitrage: probability of a gain by the policy; likelihood: nats",
@@ -91,17 +79,11 @@ class RoutedConfig:
 @dataclass
 class VLLMConfig:
     runner: Literal["auto", "v1", "v2"] = doc("auto", "vLLM's model runner; auto: v2 if Triton runs (GPUs), else v1")
-    scheduling: Literal["auto", "sync", "async"] = doc(
-        "auto",
-        "runner v2: sync drafts on the host, async on the device; auto: async only with another speculator than texts",
-    )
     speculator: str = doc(
         "texts",
-        "what drafts without rollout.drafter: texts (rollout.sources), or on runner v2 vLLM's ngram_gpu, eagle=DIR, "
+        "what drafts. texts: rollout.sources and rollout.drafter, on the host. On runner v2, with asynchronous "
+        "scheduling, device: stored responses or rollout.drafter, on the device; or vLLM's ngram_gpu, eagle=DIR, "
         "eagle3=DIR or mtp",
-    )
-    draft_tokens: int = doc(
-        32, "draft tokens per row and step, up to 127, of a draft model 8; fewer if memory is short", low=1, high=127
     )
     memory_utilization: float = doc(0.45, "share of GPU memory for vLLM, weights included", low=0.01, high=1)
     tensor_parallel: int = doc(1, "GPUs that share one copy of the model", low=1)
@@ -119,8 +101,6 @@ class VLLMConfig:
     @property
     def on_device(self) -> str:
         """The option that moves drafting to the device; empty if the host drafts."""
-        if self.scheduling == "async":
-            return "rollout.vllm.scheduling=async"
         return "" if self.speculator == "texts" else f"rollout.vllm.speculator={self.speculator}"
 
 
@@ -130,10 +110,11 @@ class ClusterConfig:
     address: str = doc("", "empty starts Ray on loopback; auto or host:port joins a running cluster")
     cpus_per_worker: float = doc(1.0, "CPU cores of each worker", low=0.01)
     gpus_per_worker: float = doc(0.0, "GPUs of each worker")
-    start_timeout_s: float = doc(300.0, "seconds for a worker to load its model", low=1)
-    task_timeout_s: float = doc(1800.0, "seconds for one call; a worker that exceeds them is replaced", low=1)
-    max_restarts: int = doc(3, "workers lost without a finished call between them; more stop the run")
-    object_store_mb: int = doc(256, "shared memory for weights in MB, of a Ray started here", low=80)
+    task_timeout_s: float = doc(
+        1800.0,
+        "seconds for one call, and at least 300 to load the model or weights; a worker that exceeds them is replaced",
+        low=1,
+    )
 
     def problems(self) -> Iterator[str]:
         """Messages for options of no use, with `<key>` for `key=value`."""

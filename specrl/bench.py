@@ -215,7 +215,7 @@ def prompts(config: BenchConfig, tokenizer: PreTrainedTokenizerBase) -> list[Row
 
     group = config.rollout.group_size
     count = config.rows // group
-    size = count if config.data == "arithmetic" else config.dataset.train_size  # generated on demand
+    size = count if config.generated else config.dataset.train_size  # generated on demand
     examples = load_examples(config.data, replace(config.dataset, train_size=size), "train", config.seed)[:count]
     if len(examples) < count:
         raise ConfigError(

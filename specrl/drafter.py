@@ -41,7 +41,6 @@ class DrafterOptions(Config):
     layers: int = doc(1, "layers of the draft model: the policy's first ones and, from 2 on, its last")
     prompts: int = doc(768, "training prompts of the data; the policy answers each once", low=2)
     steps: int = doc(0, "optimiser steps; 0: 700, for a head 1000")
-    objective: Literal["forward_kl", "tvd"] = doc("forward_kl", "distance from the policy's distribution")
     select: Literal["all", "adaspec"] = doc(
         "all", "tokens learned from: all, or those furthest from a reference that is distilled first (AdaSPEC)"
     )
@@ -97,8 +96,7 @@ def examples(options: DrafterOptions) -> tuple[list[Example], list[Example]]:
     from specrl.run.data import load_examples
 
     wanted = options.prompts + max(16, options.prompts // 16)
-    generated = options.data == "arithmetic"
-    dataset = replace(options.dataset, train_size=wanted if generated else 0)
+    dataset = replace(options.dataset, train_size=wanted if options.generated else 0)
     found = load_examples(options.data, dataset, "train", options.seed)[:wanted]
     if len(found) < 2:
         raise ConfigError(f"data={options.data} has one training prompt, and one more is needed to test on.")
@@ -205,13 +203,13 @@ def distil(policy: PreTrainedModel, student: PreTrainedModel, texts: Sequence[Te
         if reference is not None:
             with torch.no_grad():
                 kept = recipe.selected(passes[0], next(recipe.student_logits(reference, batch, mix)), teacher)
-        losses = [recipe.loss(logits, teacher, options.objective, kept=kept) for logits in passes]
+        losses = [recipe.loss(logits, teacher, kept=kept) for logits in passes]
         recipe.step(optimizer, sum(losses[1:], start=losses[0]))
         schedule.step()
         if step % min(100, max(1, steps // 10)) == 0:
             seconds = time.perf_counter() - began
             values = ", ".join(f"{loss.item():.4f}" for loss in losses)
-            print(f"step {step}/{steps} {options.objective} {values} after {seconds:.0f} s", flush=True)
+            print(f"step {step}/{steps} forward KL {values} after {seconds:.0f} s", flush=True)
     student.eval()
 
 

@@ -97,13 +97,13 @@ def words(folder: Path, **options) -> list[str]:
         "name": "run",
         "output_dir": str(folder),
         "model": options.get("model") or str(policy()),
-        "dataset__level": "easy",
+        "data": "arithmetic:easy",
         "dataset__train_size": 12,
         "dataset__test_size": 8,
         "rollout__group_size": 4,
         "rollout__max_new_tokens": 28,
         "rollout__measure_every": 0,
-        "rollout__budget__window": 8,  # fixed, so that drafting does not depend on the load of the machine
+        "rollout__draft_tokens": 8,  # fixed, so that drafting does not depend on the load of the machine
         "trainer__epochs": 3,
         "trainer__prompts_per_step": 4,
         "trainer__learning_rate": 1e-3,

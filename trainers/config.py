@@ -12,7 +12,6 @@ from specrl.rollout.sections import doc
 @dataclass
 class DrafterConfig:
     train: bool = doc(False, "train rollout.drafter along with the policy, on hidden states of its update")
-    objective: Literal["forward_kl", "tvd"] = doc("tvd", "distance from the policy that is minimised")
     learning_rate: float = doc(1e-4, "AdamW learning rate")
     share: float = doc(0.03, "share of each rollout's tokens to train on, prompts included", high=1)
 
@@ -23,7 +22,6 @@ class CriticConfig:
         "head", "head: one more output of the policy; separate: a transformer initialised from it"
     )
     learning_rate: float = doc(1e-5, "AdamW learning rate")
-    clip: float = doc(0.2, "clip range around the value before the update; 0 is off")
     loss_weight: float = doc(0.1, "weight of the value loss, which also trains the layers below a head")
 
 
@@ -49,8 +47,7 @@ class TrainerConfig:
         "token", "clipped ratio: each token's, or the response's geometric mean (GSPO)", only="grpo"
     )
     clip_high: float = doc(0.0, "upper clip range; 0: clip, but 0.28 for dapo, 4e-4 for ratio=sequence with clip=auto")
-    beta: float = doc(0.0, "weight of the penalty KL(policy, initial policy)")
-    kl_penalty: Literal["reward", "loss"] = doc("reward", "what ppo adds the KL penalty to", only="ppo")
+    beta: float = doc(0.0, "weight of the penalty KL(policy, initial policy), in the loss, with ppo in the rewards")
     entropy_bonus: float = doc(0.0, "weight of the entropy in ppo's loss", only="ppo")
     gamma: float = doc(1.0, "discount per token (ppo)", high=1, only="ppo")
     gae_lambda: float = doc(1.0, "lambda of GAE; 1 uses full returns (ppo)", high=1, only="ppo")
@@ -167,5 +164,3 @@ class TrainerConfig:
                 )
         if not self.epochs and not self.max_steps:
             yield "<trainer.epochs> and <trainer.max_steps> train nothing. Try trainer.epochs=1."
-        if self.algorithm == "ppo" and not self.beta and self.kl_penalty != "reward":
-            yield "<trainer.kl_penalty> needs a KL penalty. Try trainer.beta=0.05."

@@ -118,7 +118,7 @@ class Case:
     def of_trimmed(self) -> dict:
         """A drafter's draw from few ids, and how many of them a CPU draws otherwise."""
         ids = np.arange(0, self.model.vocab, TRIMMED)
-        trimmed = TrimmedSampler(self.head, SamplingParams(frozenset()), self.model.limits.logits_mb, len(ids))
+        trimmed = TrimmedSampler(self.head, SamplingParams(frozenset()), len(ids))
         taking = partial(trimmed.take, ids)
         taking()
         draw = lambda: trimmed(self.hidden, *self.columns, self.targets).cpu()  # noqa: E731

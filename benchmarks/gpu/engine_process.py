@@ -12,7 +12,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu import model as models
-from benchmarks.gpu.rollouts import LOGITS_MB, figures
+from benchmarks.gpu.rollouts import figures
 from benchmarks.process import serve
 from specrl.rollout.build import build_engine
 from specrl.rollout.config import RolloutConfig
@@ -37,7 +37,6 @@ class Ours:
             engine="vllm",
             max_new_tokens=opening["longest"],
             rows_per_batch=opening["rows"],
-            logits_mb=LOGITS_MB,
             drafter=opening["drafter"],
         )
         for name, value in opening["vllm"].items():

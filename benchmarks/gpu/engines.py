@@ -128,7 +128,7 @@ class Engines:
         if kind != self._kind or self._process is None:
             self._close()
             vllm = {"memory_utilization": MEMORY, "sleep": kind == "asleep"}
-            vllm |= {"scheduling": "async"} if kind == "device" else {}
+            vllm |= {"speculator": "device"} if kind == "device" else {}
             drafter = f"{self.folder}/head" if kind == "head" else ""
             shape = {"folder": f"{self.folder}/policy", "rows": self.rows, "longest": self.longest}
             self._process = Process("benchmarks.gpu.engine_process", **shape, drafter=drafter, vllm=vllm)

@@ -21,7 +21,6 @@ from specrl.rollout.types import Completion, EngineStats, Request
 
 MODES = ("off", "replay 0", "replay 1")
 """Plain decoding with fresh noise; drafts with the same noise; drafts with the noise of the old texts."""
-LOGITS_MB = 2048  # of config=grpo_gsm8k
 SKIP, PROFILED = 4, 4  # passes
 
 
@@ -57,7 +56,7 @@ class Rollouts:
 
     def engine(self, rows: int) -> local.TransformersEngine:
         """A new one, whose budget has seen nothing."""
-        limits = RolloutConfig(rows_per_batch=rows, logits_mb=LOGITS_MB)
+        limits = RolloutConfig(rows_per_batch=rows)
         return local.TransformersEngine(self.model, models.SAMPLING, drafting=Watched(), limits=limits)
 
     def write_old(self, rows: int, longest: int) -> float:
@@ -87,9 +86,7 @@ class Rollouts:
         began = time.perf_counter()
         done, stats = engine.generate(requests)
         seconds = time.perf_counter() - began
-        result = figures(done, stats, seconds) | {
-            "limits": {"rows_per_batch": engine.limits.rows_per_batch, "logits_mb": LOGITS_MB}
-        }
+        result = figures(done, stats, seconds) | {"limits": {"rows_per_batch": engine.limits.rows_per_batch}}
         result["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2) if cuda else None
         for rival in ("generate", "vllm"):
             seconds_a_token = self.context.figure(rival, rival, f"{rows} rows", "seconds_a_token")

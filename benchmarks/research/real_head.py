@@ -62,7 +62,7 @@ def line(config: HeadConfig) -> dict[str, Any]:
         learn(self, row, draft, tokens, drafted)
 
     Drafting.learn = recorded  # type: ignore[method-assign]
-    rollouts(config, sources=[], budget=replace(config.rollout.budget, window=CHAIN))
+    rollouts(config, sources=[], draft_tokens=CHAIN)
     Drafting.learn = learn  # type: ignore[method-assign]
     found = {
         "old text": rollouts(config, drafter=""),

@@ -87,7 +87,7 @@ def open_log(
     log = None
     if options.log:
         log = ResponseLog(run if writes else None, fingerprint)
-    own = [run] if options.log and not options.clear else []
+    own = [run] if options.log else []
     twin = Twin([*own, *([other] if other else [])], fingerprint)
     if other:
         twin.check(other)

@@ -121,8 +121,7 @@ class TrajectoryCache:
             raise CacheError(
                 f"The trajectory of example {example_id!r}, sample {sample_index} is of step {step}, version "
                 f"{version}, but step {old_step}, version {old_version} is stored already. "
-                "A counter went back; after a resume, load with the checkpoint's step as max_step, "
-                "or start with rollout.cache.clear=true."
+                "A counter went back; after a resume, load with the checkpoint's step as max_step."
             )
 
     def insert(self, packed: Sequence[Entry]) -> None:
@@ -236,7 +235,7 @@ def _same_sampling(here: Fingerprint, there: Fingerprint, path: Path, required: 
     if wrong:
         raise CacheError(
             f"The trajectory cache '{path}' was written with other settings: {'; '.join(wrong)}. "
-            "Start with rollout.cache.clear=true, or go back to the old ones."
+            "Go back to the old ones, or move it away to begin with an empty cache."
         )
     return not sampling
 

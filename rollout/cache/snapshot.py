@@ -157,7 +157,7 @@ def _opened(path: Path) -> Iterator[tuple[Fingerprint, pq.ParquetFile]]:
 
 def _unreadable(path: Path, why: object) -> CacheError:
     return CacheError(
-        f"The trajectory cache '{path}' cannot be read: {why}. Move it away, or start with rollout.cache.clear=true."
+        f"The trajectory cache '{path}' cannot be read: {why}. Move it away to begin with an empty cache."
     )
 
 
@@ -167,7 +167,7 @@ def _fingerprint(path: Path, file: pq.ParquetFile) -> Fingerprint:
     if (number := fields.pop("format")) != FORMAT:
         raise CacheError(
             f"'{path}' is of trajectory cache format {number!r:.60}, and this is {FORMAT}: another version wrote it. "
-            "Move the file away, or start with rollout.cache.clear=true."
+            "Move the file away to begin with an empty cache."
         )
     if not file.schema_arrow.equals(SCHEMA):
         raise DamagedError(f"'{path}' does not have the columns of format {FORMAT}")

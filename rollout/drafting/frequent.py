@@ -6,6 +6,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
+FREQUENT_IDS = 32_768
+"""Ids that a draft model may propose."""
+
 
 class Frequent:
     """Which ids a run's texts use most.

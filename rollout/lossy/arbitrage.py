@@ -91,18 +91,19 @@ def build_step_end(config: RoutedConfig, tokenizer: PreTrainedTokenizerBase, eos
     return StepEnd(config.step_separators, tokenizer.decode, eos_ids, config.max_step_tokens, len(tokenizer))
 
 
-def build_router(config: RoutedConfig, spec: EngineSpec) -> tuple[Router, StepEnd]:
+def build_router(spec: EngineSpec) -> tuple[Router, StepEnd]:
     """The router of `rollout.routed`, and the end of its steps.
 
     Raises:
         RolloutError: a learned router of another pair.
     """
+    config = spec.rollout.routed
     step_end = build_step_end(config, AutoTokenizer.from_pretrained(spec.tokenizer or spec.model), spec.eos_ids)
     if config.by == "likelihood":
         return by_likelihood(config.threshold), step_end
     on_cpu = replace(spec, device="cpu")
     router = load_learned(
-        config.path,
+        spec.rollout.trained,
         draft=fingerprint(on_cpu.load(spec.rollout.drafter)),
         policy=fingerprint(on_cpu.load(spec.model)),
         separators=config.step_separators,

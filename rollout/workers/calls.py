@@ -15,10 +15,17 @@ from specrl.rollout.sections import ClusterConfig
 from specrl.rollout.types import EngineStats, Request, RolloutError
 from specrl.rollout.workers.worker import RolloutWorker, WorkerInfo
 
+LOADING_S = 300.0
+"""Least time that a worker has to load the model or weights."""
 LAST_PASS_S = 60.0
 """Least time that a worker has to end its pass after the stop signal."""
 _CONTROL = "control"  # the concurrency group of calls that are answered during the one in progress
 _numbers = itertools.count(1)
+
+
+def loading_s(cluster: ClusterConfig) -> float:
+    """Seconds that a worker has to load the model or weights."""
+    return max(cluster.task_timeout_s, LOADING_S)
 
 
 @dataclass(slots=True)
@@ -68,7 +75,7 @@ class WorkerHandle:
         options |= {"num_cpus": cluster.cpus_per_worker, "num_gpus": cluster.gpus_per_worker}
         self.actor = ray.remote(**options)(RolloutWorker).remote(self.index)
         self.info = None
-        self.submit(cluster.start_timeout_s, "start", *args)
+        self.submit(loading_s(cluster), "start", *args)
 
     def submit(self, timeout_s: float, method: str, *args: Any, task: Task | None = None) -> None:
         """Calls a method of the worker."""
@@ -126,12 +133,12 @@ def wait_first(workers: Sequence[WorkerHandle], cluster: ClusterConfig) -> tuple
     if due.info is None:
         free = ray.available_resources()
         raise RolloutError(
-            f"worker {due.index} did not start within cluster.start_timeout_s={cluster.start_timeout_s:g}; it "
+            f"worker {due.index} did not start within {loading_s(cluster):g} s; it "
             f"needs {cluster.cpus_per_worker:g} CPUs and {cluster.gpus_per_worker:g} GPUs, and the cluster has "
             f"{free.get('CPU', 0):g} and {free.get('GPU', 0):g} free. Ask for less if that is too few, else wait "
-            "longer: its model is loading"
+            "longer, with a higher cluster.task_timeout_s: its model is loading"
         )
-    return due, Lost("did not answer before its deadline (cluster.task_timeout_s, start_timeout_s)")
+    return due, Lost("did not answer before its deadline (cluster.task_timeout_s)")
 
 
 def call_each(workers: Sequence[WorkerHandle], cluster: ClusterConfig, method: str, args: Sequence[tuple]) -> None:
@@ -139,10 +146,10 @@ def call_each(workers: Sequence[WorkerHandle], cluster: ClusterConfig, method: s
     needs the others to finish.
 
     Raises:
-        RolloutError: one fails, dies or misses `cluster.start_timeout_s`.
+        RolloutError: one fails, dies or misses its deadline.
     """
     for worker, arguments in zip(workers, args, strict=True):
-        worker.submit(cluster.start_timeout_s, method, *arguments)
+        worker.submit(loading_s(cluster), method, *arguments)
     while any(worker.call for worker in workers):
         worker, outcome = wait_first(workers, cluster)
         worker.ended()

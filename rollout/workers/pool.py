@@ -23,11 +23,14 @@ from specrl.rollout.engines.filling import JOINING
 from specrl.rollout.sections import ClusterConfig
 from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError
 from specrl.rollout.workers.ahead import Ahead
-from specrl.rollout.workers.calls import Lost, Task, WorkerHandle, call_each, merge_stats, wait_first
+from specrl.rollout.workers.calls import Lost, Task, WorkerHandle, call_each, loading_s, merge_stats, wait_first
 from specrl.rollout.workers.delivery import Delivery
 from specrl.rollout.workers.worker import WorkerInfo, gpu_uuid, split_work
 
 logger = logging.getLogger(__name__)
+
+MOST_LOSSES = 3
+"""Workers that may be lost without a finished call between them; one more stops the run."""
 
 
 class RolloutPool:
@@ -42,7 +45,7 @@ class RolloutPool:
 
     Args:
         spec: what each worker builds.
-        cluster: number of workers, their size, deadlines and limits.
+        cluster: number of workers, their size and deadlines.
         build: makes a worker's engine.
 
     Raises:
@@ -162,7 +165,7 @@ class RolloutPool:
     def _broadcast(self, method: str, *args: Any) -> None:
         """Calls every worker; one that is replaced before it answers starts from the current state instead."""
         for worker in self._workers:
-            worker.submit(self.cluster.start_timeout_s, method, *args)
+            worker.submit(loading_s(self.cluster), method, *args)
         self._wait_idle()
 
     def _wait_idle(self) -> None:
@@ -223,11 +226,10 @@ class RolloutPool:
         """Starts a lost worker again. Args: rows: those that it was busy with."""
         doing = f" with {rows} rows" if rows else ""
         self._losses.append(f"{worker}{doing} {lost.reason}")
-        if len(self._losses) > self.cluster.max_restarts:
+        if len(self._losses) > MOST_LOSSES:
             raise RolloutError(
-                f"{len(self._losses)} workers were lost without a finished call between them, more than "
-                f"cluster.max_restarts={self.cluster.max_restarts} allows. The last: {self._losses[-1]}\n"
-                f"The first: {self._losses[0]}"
+                f"{len(self._losses)} workers were lost without a finished call between them. "
+                f"The last: {self._losses[-1]}\nThe first: {self._losses[0]}"
             )
         logger.warning("%s; it is replaced and its rows are rolled out again", self._losses[-1])
         self.replaced += 1

@@ -67,7 +67,7 @@ def _run_rules(c: Config) -> Iterator[str]:
     for key in ("model", "data", "output_dir"):
         if not getattr(c, key):
             yield f"{key} must not be empty. help={key} says what it can be."
-    if c.data != "arithmetic":
+    if not c.generated:
         return
     for key, near in {"train_size": 96, "test_size": 64}.items():
         if not getattr(c.dataset, key) and (key == "train_size" or c.trainer.eval_prompts):
@@ -101,10 +101,9 @@ def _drafter_rules(c: Config) -> Iterator[str]:
         return
     if not r.drafter and (r.acceptance == "routed" or not r.sources):
         yield f"<rollout.acceptance> needs a draft model. {DRAFTER}."
-    if r.acceptance == "judged" and not r.judged.path:
-        yield "<rollout.acceptance> needs rollout.judged.path, a directory from specrl.train_judge."
-    if r.acceptance == "routed" and r.routed.by == "arbitrage" and not r.routed.path:
-        yield "<rollout.routed.by> needs rollout.routed.path, a directory from specrl.train_router."
+    if r.uses_trained and not r.trained:
+        what, kind = ("acceptance", "judge") if r.acceptance == "judged" else ("routed.by", "router")
+        yield f"<rollout.{what}> needs rollout.trained, a directory from specrl.train_{kind}."
 
 
 def _training_drafter_rules(c: Config) -> Iterator[str]:
@@ -212,16 +211,13 @@ class Change(NamedTuple):
 
 MAY_CHANGE = {
     *("output_dir", "resume", "device", "cluster", "report", "rollout.cache"),
-    *(
-        f"rollout.{name}"
-        for name in ("ahead", "fill", "measure_every", "rows_per_batch", "tokens_per_pass", "logits_mb")
-    ),
+    *(f"rollout.{name}" for name in ("ahead", "fill", "measure_every", "rows_per_batch", "tokens_per_pass")),
     *("rollout.kv_cache_mb", "trainer.rows_per_pass", "trainer.gradient_checkpointing", "trainer.save_every"),
     *("trainer.keep_checkpoints", "trainer.eval_every", "trainer.eval_prompts", "trainer.log_completions_every"),
     *(f"reward.{name}" for name in ("timeout_s", "memory_mb", "workers", "start_timeout_s", "max_failure_ratio")),
 }
 """Options and sections that a resume may change: they decide where and how fast a run goes on, and what it keeps."""
-DRAFTS = {f"rollout.{name}" for name in ("sources", "drafter", "drafter_vocab", "twin", "budget.window")}
+DRAFTS = {f"rollout.{name}" for name in ("sources", "drafter", "twin", "draft_tokens")}
 """Options that decide what is drafted."""
 LENGTH = {"trainer.epochs", "trainer.max_steps"}
 

@@ -20,9 +20,6 @@ class DatasetConfig:
     test_size: int = doc(0, "test prompts; 0 is all, but data=arithmetic needs a number")
     prompt_column: str = doc("", "column of the question, or outer.inner; empty tries the usual names")
     answer_column: str = doc("", "column of the reference answer, or outer.inner; empty tries the usual names")
-    level: Literal["single", "easy", "medium", "hard", "mixed", "large"] = doc(
-        "mixed", "difficulty of data=arithmetic; single: one step; large: up to five digits, for a calculator"
-    )
     system_prompt: str = doc("", "system message before each question; empty sends none")
     prompt_template: str = doc("", "text in which each question replaces {prompt}; empty adds nothing")
     chat_template: Literal["auto", "on", "off"] = doc(
@@ -79,8 +76,8 @@ class Config:
     device: str = doc("auto", "auto, cpu, cuda or cuda:N")
     data: str = doc(
         "arithmetic",
-        "arithmetic (generated), gsm8k, math500, deepscaler, deepmath, dapo_math, a hub id, a .jsonl/.parquet file or "
-        "directory",
+        "arithmetic (generated), arithmetic:LEVEL (single: one step; easy, medium, hard; large: up to five digits, for "
+        "a calculator), gsm8k, math500, deepscaler, deepmath, dapo_math, a hub id, a .jsonl/.parquet file or directory",
     )
     dataset: DatasetConfig = doc(DatasetConfig, "which examples of `data` are used, and how they become prompts")
     lora: LoraConfig = doc(LoraConfig, "low-rank adapters instead of full training")
@@ -92,6 +89,11 @@ class Config:
 
     scores: ClassVar[bool] = True
     """Whether the command computes rewards."""
+
+    @property
+    def generated(self) -> bool:
+        """Whether the data are generated."""
+        return self.data.partition(":")[0] == "arithmetic"
 
     @property
     def splits(self) -> tuple[Literal["train", "test"], ...]:

@@ -60,7 +60,7 @@ def read_cache(pair: Pair, examples: Sequence[Example], run: Path) -> list[Draft
     if not drafts:
         raise ConfigError(
             f"cache={run}: {folder} holds {len(cache)} texts and none of the {len(examples)} training problems. "
-            "Give a run that is finished, with its data, dataset.level, dataset.train_size and seed."
+            "Give a run that is finished, with its data, dataset.train_size and seed."
         )
     return drafts
 

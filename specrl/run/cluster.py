@@ -101,7 +101,6 @@ def _start(ray: Any, cluster: ClusterConfig, folder: str) -> None:
         ray.init(
             address="local",
             num_cpus=max(1, math.ceil(cluster.num_workers * cluster.cpus_per_worker)),
-            object_store_memory=cluster.object_store_mb * 2**20,
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,

@@ -24,7 +24,7 @@ from specrl.reward.spelling import normal_number
 from specrl.rollout.checks import suggestion
 from specrl.rollout.durable import read_json
 from specrl.run.hub import LOCAL_HINT, PRESET_ANSWERS, PRESETS, SUFFIXES, hub_rows, on_hub
-from specrl.run.tasks import arithmetic
+from specrl.run.tasks import GENERATED, arithmetic
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -64,7 +64,7 @@ def load_examples(name: str, config: DatasetConfig, split: Literal["train", "tes
     """The examples of one split, in the order of the source.
 
     Args:
-        name: `arithmetic`, one of PRESETS, a hub id (`owner/name` or `owner/name:subset`), or a local .jsonl or
+        name: one of GENERATED or of PRESETS, a hub id (`owner/name` or `owner/name:subset`), or a local .jsonl or
             .parquet file or a directory with one such file per split.
         config: the columns (`outer.inner` names a part of one), the number of examples, and the text around each
             prompt.
@@ -76,8 +76,8 @@ def load_examples(name: str, config: DatasetConfig, split: Literal["train", "tes
         ConfigError: unknown source or split, no such file, hub not reachable, missing column, no rows, unusable row.
     """
     size = config.train_size if split == "train" else config.test_size
-    if name == "arithmetic":
-        problems = arithmetic(split, size, seed, config.level)
+    if name in GENERATED:
+        problems = arithmetic(split, size, seed, GENERATED[name])
         examples = [Example(p.id, p.prompt, p.answer, {"solution": p.solution}) for p in problems]
     else:
         source_split = config.train_split if split == "train" else config.test_split
@@ -283,7 +283,7 @@ def _rows(name: str, split: str, role: str) -> list[tuple[str, dict]]:
     elif path.suffix in SUFFIXES or "/" in name or name.startswith((".", "~")):
         raise ConfigError(_missing(path))
     else:
-        known = ("arithmetic", *PRESETS)
+        known = (*GENERATED, *PRESETS)
         near = suggestion(name, known)
         raise ConfigError(f"No data named '{name}'.{near} Known: {', '.join(known)}; or {LOCAL_HINT}.")
     if not rows:

@@ -74,14 +74,13 @@ def _drafter(config: Config) -> Iterator[str]:
 def _learned(config: Config) -> Iterator[str]:
     """Yields a message if the learned router or judge is missing."""
     rollout = config.rollout
-    key = {"judged": "rollout.judged.path", "routed": "rollout.routed.path"}.get(rollout.acceptance)
-    if key is None or (rollout.acceptance == "routed" and rollout.routed.by == "likelihood"):
+    if not rollout.uses_trained:
         return
-    path = getattr(rollout, rollout.acceptance).path
+    path = rollout.trained
     if _absent(path, config.output_dir, hub=False):
         command = "train_judge" if rollout.acceptance == "judged" else "train_router"
         yield (
-            f"{key}={path} does not exist. Make it first, with this run's config: python -m specrl.{command} "
+            f"rollout.trained={path} does not exist. Make it first, with this run's config: python -m specrl.{command} "
             f"out={path} ({CONFIG_COMMENT})."
         )
 

@@ -122,8 +122,7 @@ class RunDir:
                 "directory."
             )
         same_settings(load_saved(saved_config), self._config)
-        text_decides = self._config.rollout.accepts_old_text and not self._config.rollout.cache.clear
-        checkpoint = newest(self.checkpoints, text_decides=text_decides)
+        checkpoint = newest(self.checkpoints, text_decides=self._config.rollout.accepts_old_text)
         if checkpoint:
             set_aside_damaged(self.checkpoints, checkpoint)
         return checkpoint

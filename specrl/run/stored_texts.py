@@ -58,7 +58,7 @@ class StoredTexts:
         vocab_size = model.get_output_embeddings().weight.shape[0]
         step = checkpoint.step if checkpoint else 0
         written = None if int(os.environ.get("RANK", 0)) else run  # one process writes the run's directory
-        folder = checkpoint.evaluations if checkpoint and not config.rollout.cache.clear else None
+        folder = checkpoint.evaluations if checkpoint else None
         cache = load_cache(config, Fingerprint(identity, sampling), vocab_size, eos_ids, checkpoint)
         evaluations = last_texts(config, tokenizer, vocab_size, eos_ids, folder, max_step=step)
         log, twin = open_log(
@@ -85,7 +85,7 @@ def load_cache(
     if not config.rollout.reuses:
         return None
     options = config.rollout.cache
-    if options.clear or not (checkpoint or options.start_from):
+    if not (checkpoint or options.start_from):
         return TrajectoryCache(fingerprint, max_mb=options.max_mb)
     # A checkpoint may have no trajectories, for example after rollout.acceptance=off; the cache is then empty.
     return load(

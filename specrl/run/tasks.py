@@ -50,6 +50,9 @@ RULES = {
     "large": Level(steps=(2, 4), start=(1000, 9999), amount=(100, 9999), largest=99_999, packs=0.0),
 }
 
+GENERATED = {"arithmetic": "mixed", **{f"arithmetic:{level}": level for level in RULES}}
+"""The level of each name that `data` may have."""
+
 
 def arithmetic(split: Literal["train", "test"], size: int, seed: int = 0, level: str = "mixed") -> list[Problem]:
     """The first `size` problems of a split, in a fixed order.

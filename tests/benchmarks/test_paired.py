@@ -107,7 +107,7 @@ def test_all_cases_share_one_engine(mine, monkeypatch):
 
 
 def test_without_a_config_it_benches_as_many_problems_as_the_rows_take():
-    config = options("rows=520", "dataset.level=hard")
+    config = options("rows=520", "data=arithmetic:hard")
     bench, _ = prepare(config)
     assert (config.model, len({row.example_id for row in bench.rows})) == ("tiny", 65)
     assert all("/hard/" in row.example_id for row in bench.rows)

@@ -31,7 +31,7 @@ def test_the_counts_are_the_engines_own(sources, off, tmp_path):
     """About, where texts are chosen between: by drafts of all rows in a pass, or of the prompts before."""
     from tests.runs import run
 
-    options = {"rollout__budget__window": 8, "rollout__sources": f"[{','.join(sources)}]"}
+    options = {"rollout__draft_tokens": 8, "rollout__sources": f"[{','.join(sources)}]"}
     run(tmp_path, **options, trainer__save_every=3, trainer__keep_checkpoints=9)
     windows = summarise(read_run(tmp_path / "run"), sources, windows=(8, 7))["windows"][1:]
     later = [record for record in load_run(tmp_path / "run").steps if record["spec/hit_rate"] == 1.0]

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
@@ -64,13 +65,12 @@ VARIANTS = {  # options that cannot hide each other's faults share a run
         "rollout__top_k": 20,
         "rollout__rows_per_batch": 5,
         "rollout__tokens_per_pass": 40,
-        "rollout__logits_mb": 1,
     },
     "dapo, measured budget": {
         "config": "dapo_math",
         "trainer__overlong_buffer": 8,
         "trainer__mask_truncated": "true",
-        "rollout__budget__window": 0,
+        "rollout__draft_tokens": 0,
     },
 }
 MANY = {"rollout__replay": 0.5, **SHORT}
@@ -153,10 +153,15 @@ def test_rows_of_the_next_batch_in_the_passes_of_this_one_change_nothing(name):
 # Interrupted and resumed ---------------------------------------------------------------------------------------------
 
 
-def interrupted(folder, at: int, *, then: dict | None = None, **options) -> tuple[Recording, Recording]:
-    """A run that ends after step `at` with a checkpoint, and the run that goes on from it."""
+def interrupted(folder, at: int, *, lost: str = "", **options) -> tuple[Recording, Recording]:
+    """A run that ends after step `at` with a checkpoint, and the run that goes on from it.
+
+    Args: lost: what of the checkpoint is lost in between.
+    """
     first = run(folder, trainer__max_steps=at, trainer__save_every=at, **options)
-    return first, run(folder, trainer__save_every=at, resume="auto", **options, **(then or {}))
+    if lost:
+        shutil.rmtree(first.folder / "checkpoints" / f"checkpoint-{at}" / lost)
+    return first, run(folder, trainer__save_every=at, resume="auto", **options)
 
 
 def test_a_resumed_run_is_the_uninterrupted_run(tmp_path):
@@ -170,7 +175,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(tmp_path):
 
 def test_losing_the_cache_changes_no_token(tmp_path):
     uninterrupted = recorded(rollout__acceptance="exact", rollout__replay=0.5)
-    first, second = interrupted(tmp_path, 4, rollout__replay=0.5, then={"rollout__cache__clear": "true"})
+    first, second = interrupted(tmp_path, 4, rollout__replay=0.5, lost="trajectories")
     assert differences(uninterrupted, first + second) == []
     assert all(s.metrics["spec/hit_rate"] == 0 for s in second.steps[:2])
     assert sum(s.reuse for s in second.steps[:2]) < sum(s.reuse for s in uninterrupted.steps[4:6]) / 2

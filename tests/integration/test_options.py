@@ -52,7 +52,7 @@ CONFIGS = {  # what is not as packaged, besides SMALL
         "model": "{policy}",
         "rollout.drafter": "{drafter}",
         "rollout.acceptance": "routed",  # as its head says
-        "rollout.routed.path": "{arbitrage lines}",
+        "rollout.trained": "{arbitrage lines}",
     },
     "dapo_math": {"trainer.overlong_buffer": 4},
     "grpo": HERE | {"dataset.train_split": "train", "dataset.test_split": "test"},  # no GPU, no downloads
@@ -64,7 +64,7 @@ CONFIGS = {  # what is not as packaged, besides SMALL
         "model": "{policy}",
         "rollout.drafter": "{drafter}",
         "rollout.acceptance": "judged",
-        "rollout.judged.path": "{judge}",
+        "rollout.trained": "{judge}",
     },
     "ppo_gsm8k": HERE,
     "ppo_math": {},
@@ -77,7 +77,7 @@ CONFIGS = {  # what is not as packaged, besides SMALL
 # Choices --------------------------------------------------------------------------------------------------------------
 
 GRPO, PPO = {"trainer.algorithm": "grpo"}, {"trainer.algorithm": "ppo"}
-GAE, KL = {**PPO, "trainer.advantage": "gae"}, {**PPO, "trainer.beta": 0.05}
+GAE = {**PPO, "trainer.advantage": "gae"}
 EXACT = {"rollout.acceptance": "exact"}
 LENIENT = {"rollout.acceptance": "lenient", "rollout.replay": 0, "rollout.drafter": ""}
 LENIENT |= {"trainer.old_logprobs": "auto", "rollout.top_p": 1, "rollout.temperature": 1}
@@ -85,10 +85,9 @@ LOSSY = {"trainer.old_logprobs": "auto", "rollout.top_p": 1, "rollout.drafter": 
 ROUTED = {**LOSSY, "rollout.acceptance": "routed"}
 JUDGED = {**LOSSY, "rollout.acceptance": "judged", "rollout.replay": 0}
 LEARNED = {"trainer.precision": "fp32", "lora.rank": 0}  # what was learned of this very policy
-JUDGE = {**JUDGED, **LEARNED, "rollout.judged.path": "{judge}"}
+JUDGE = {**JUDGED, **LEARNED, "rollout.trained": "{judge}"}
 VLLM = "tests/integration/test_vllm.py"
 ON_V2 = "tests/rollout/engines/vllm/test_vllm.py"  # all of it, once more on Model Runner V2
-ON_DEVICE = "tests/rollout/engines/vllm/device_cases.py"
 ON_GPU = "tests/rollout/engines/vllm/test_settings.py"  # the arguments for vLLM, as there is no compiler on this CPU
 ALL = "every other value"
 TAUGHT = {**EXACT, "rollout.drafter": "{drafter}", "trainer.drafter.train": "true"}
@@ -102,19 +101,16 @@ NEEDS = {
         "routed": ROUTED,
     },
     "rollout.ahead": {"auto": "tests/integration/test_ray.py", "off": EXACT},
-    "rollout.cache.clear": {ALL: EXACT},
     "rollout.cache.log": {"true": EXACT},
     "rollout.routed.by": {
         ALL: ROUTED,
-        "arbitrage": {**ROUTED, **LEARNED, "rollout.routed.path": "{arbitrage}"},
+        "arbitrage": {**ROUTED, **LEARNED, "rollout.trained": "{arbitrage}"},
     },
-    "rollout.vllm.scheduling": {ALL: VLLM, "async": ON_DEVICE},
     "rollout.vllm.runner": {ALL: VLLM, "v2": ON_V2},
     "rollout.vllm.compile": {ALL: VLLM, "on": ON_GPU},
     "rollout.vllm.sleep": {ALL: VLLM},
     "dataset.chat_template": {"on": "tests/specrl/run/test_prompts.py"},
     "trainer.advantage": {ALL: PPO},
-    "trainer.kl_penalty": {ALL: KL},
     "trainer.loss": {ALL: GRPO},
     "trainer.scale_rewards": {ALL: GRPO},
     "trainer.old_logprobs": {"trainer": EXACT, "engine": EXACT},
@@ -122,7 +118,6 @@ NEEDS = {
     "trainer.precision": {"pure_bf16": {"lora.rank": 0}},
     "trainer.ratio": {"sequence": GRPO},
     "trainer.drafter.train": {"true": TAUGHT},
-    "trainer.drafter.objective": {ALL: TAUGHT},
     "trainer.critic.model": {ALL: GAE},
 }
 """What a value of an option needs besides, or the test that runs it. Values that are not here need nothing."""
@@ -134,7 +129,7 @@ FORMS = [
     {**EXACT, "rollout.drafter": "{drafter}", **PPO},
     {**EXACT, "rollout.drafter": "{drafter}", "lora.rank": 2},
     *({**TAUGHT, "rollout.drafter": "head", **algorithm} for algorithm in (GRPO, PPO)),
-    {**EXACT, "rollout.budget.window": 4},
+    {**EXACT, "rollout.draft_tokens": 4},
 ]
 """Values of text options that change which code runs."""
 NUMBERS = [
@@ -145,11 +140,9 @@ NUMBERS = [
     {"rollout.top_p": 0.9, "rollout.top_k": 20, "trainer.old_logprobs": "trainer", **EXACT},
     {"rollout.measure_every": 0, **EXACT},
     {"rollout.measure_every": 1, **EXACT},
-    {"rollout.tie_margin": 0},
     {"rollout.kv_cache_mb": 2},
     {"trainer.beta": 0.1, **GRPO},
     {"trainer.entropy_bonus": 0.01, **PPO},
-    {"trainer.critic.clip": 0, **GAE},
     {"trainer.minibatches": 2, **PPO},
     {"trainer.updates_per_rollout": 2, **GRPO},
     {"trainer.updates_per_rollout": 2, **PPO},

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.long
 RAY = {
     "cluster__num_workers": 2,
     "cluster__task_timeout_s": 12,
-    "cluster__object_store_mb": 100,
     "trainer__epochs": 2,
     "trainer__save_every": 2,
 }

@@ -23,7 +23,7 @@ pytestmark = [
 REAL = {
     "config": "grpo_smollm2",
     "model": "smollm2",
-    "dataset__level": "single",
+    "data": "arithmetic:single",
     "dataset__train_size": 2,
     "dataset__test_size": 2,
     "rollout__max_new_tokens": 16,
@@ -58,7 +58,7 @@ def test_adapters(tmp_path):
 
 def test_vllm(tmp_path):
     pytest.importorskip("vllm", reason="needs the vllm extra")
-    options = {"rollout__engine": "vllm", "rollout__kv_cache_mb": 256, "rollout__vllm__draft_tokens": 8}
+    options = {"rollout__engine": "vllm", "rollout__kv_cache_mb": 256, "rollout__draft_tokens": 8}
     equal(tmp_path, trainer__correction="none", **options)  # it reads vLLM's log-probs, which a pass's size rounds
 
 

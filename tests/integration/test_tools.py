@@ -225,7 +225,7 @@ def test_control_training_on_tokens_of_tools_is_found(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_ray_workers_change_nothing(drafted, tmp_path):
-    workers = {"cluster__num_workers": 2, "cluster__object_store_mb": 100}
+    workers = {"cluster__num_workers": 2}
     spread = train(tmp_path, **workers)
     assert differences(drafted, spread) == []
     assert sum(step.metrics["timing_s/ahead"] for step in spread.steps) > 0, "its workers worked ahead"
@@ -234,7 +234,7 @@ def test_ray_workers_change_nothing(drafted, tmp_path):
 @pytest.mark.long
 def test_vllm_is_the_run_without_drafts(tmp_path):
     pytest.importorskip("vllm", reason="needs the vllm extra")
-    vllm = {"rollout__engine": "vllm", "rollout__kv_cache_mb": 64, "rollout__vllm__draft_tokens": 8}
+    vllm = {"rollout__engine": "vllm", "rollout__kv_cache_mb": 64, "rollout__draft_tokens": 8}
     options = vllm | {"model": model(head_dim=32)}
     exact, off = (train(tmp_path / a, rollout__acceptance=a, **options) for a in ("exact", "off"))
     assert differences(exact, off) == []

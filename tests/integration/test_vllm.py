@@ -21,7 +21,7 @@ def model(tmp_path_factory):
 
 
 def vllm(folder, model, prepare=lambda trainer: None, **options):
-    engine = {"rollout__engine": "vllm", "rollout__kv_cache_mb": 64, "rollout__vllm__draft_tokens": 8}
+    engine = {"rollout__engine": "vllm", "rollout__kv_cache_mb": 64, "rollout__draft_tokens": 8}
     return run(folder, prepare, model=model, **SHORT | engine | options)
 
 
@@ -32,7 +32,7 @@ def plain(tmp_path_factory, model):
 
 def test_speculation_changes_nothing(tmp_path, model, plain):
     """With options of vLLM that the plain run has as `auto`."""
-    options = {"scheduling": "sync", "runner": "v1", "compile": "off", "sleep": "false"}
+    options = {"runner": "v1", "compile": "off", "sleep": "false"}
     options = {f"rollout__vllm__{key}": value for key, value in options.items()}
     exact = vllm(tmp_path, model, rollout__measure_every=2, **options)
     assert differences(plain, exact) == []
@@ -108,7 +108,6 @@ def test_reasoning_math_on_vllm_workers_with_rollouts_ahead_is_the_run_without_d
         "dataset__chat_template_kwargs": "{}",
         "dataset__prompt_template": "",
         "cluster__gpus_per_worker": 0,
-        "cluster__object_store_mb": 100,
         "trainer__precision": "fp32",
         "trainer__rows_per_pass": 4,
         "rollout__rows_per_batch": 8,

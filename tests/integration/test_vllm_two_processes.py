@@ -16,7 +16,7 @@ pytestmark = pytest.mark.long
 OPTIONS = SHORT | {
     "config": "grpo_math_vllm",
     "rollout__kv_cache_mb": 64,
-    "rollout__vllm__draft_tokens": 8,
+    "rollout__draft_tokens": 8,
     "rollout__measure_every": 2,
     "trainer__eval_prompts": 4,
     "trainer__save_every": 2,

@@ -45,7 +45,7 @@ WRONG = [
     (RolloutConfig(sources="prefix"), "rollout.sources='prefix'", "rollout.sources=[prefix]."),
     (RolloutConfig(sources=["sibling"]), "rollout.sources has 'sibling'", "Did you mean"),
     (RolloutConfig(cache=CacheConfig(max_mb=0)), "rollout.cache.max_mb=0", "rollout.cache.max_mb=1."),
-    (RolloutConfig(budget=4), "rollout.budget is 4", "BudgetConfig"),
+    (RolloutConfig(cache=4), "rollout.cache is 4", "CacheConfig"),
     (RolloutConfig(vllm=VLLMConfig(runner="V1")), "rollout.vllm.runner='V1'", "'v1'?"),
 ]
 

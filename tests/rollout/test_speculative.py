@@ -15,7 +15,6 @@ from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import EngineSpec
 from specrl.rollout.keys import derive_key, generation
-from specrl.rollout.sections import BudgetConfig
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, EngineStats, RolloutError, Row, Trajectory
 from specrl.rollout.verify import Accepted
@@ -289,7 +288,7 @@ def epochs(build_model):
 
 def config_of(**settings) -> RolloutConfig:
     window = settings.pop("window", 8)
-    return RolloutConfig(**{"max_new_tokens": 24, "budget": BudgetConfig(window=window), **settings})
+    return RolloutConfig(**{"max_new_tokens": 24, "draft_tokens": window, **settings})
 
 
 def roll(models, plan, *, cache="keep", config=None, rows=None):

@@ -157,15 +157,16 @@ def non_centrality(true, claimed, n: int = N) -> float:
 
 
 def engine_of(model, rule="exact", lenience=1.0, **settings) -> TransformersEngine:
-    return local(
+    engine = local(
         model,
         SamplingParams(frozenset({STOP})),
         lenience=lenience if rule == "lenient" else None,
         rows_per_batch=5000,  # KV memory is irrelevant here, the number of passes is not
         tokens_per_pass=50_000,
-        tie_margin=0.0,
         **{"window": CAP, **settings},
     )
+    engine.tie_margin = 0.0
+    return engine
 
 
 def requests(drafts, name: str, logprobs=None):

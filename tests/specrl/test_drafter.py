@@ -35,7 +35,7 @@ from tests.engines import local
 SMALL = DrafterOptions(out="", layers=1, steps=60, batch=8, rollout=RolloutConfig(max_new_tokens=96))
 
 
-TINY = "prompts=16", "steps=2", "batch=8", "rollout.max_new_tokens=16", "dataset.level=easy", "device=cpu"
+TINY = "prompts=16", "steps=2", "batch=8", "rollout.max_new_tokens=16", "data=arithmetic:easy", "device=cpu"
 
 
 def command(*words: str) -> int:

@@ -19,7 +19,6 @@ from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import EngineSpec
 from specrl.rollout.keys import derive_key
-from specrl.rollout.sections import BudgetConfig
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, EngineStats, Request, Row
 from specrl.run.accuracy import evaluate, pass_at_k
@@ -253,7 +252,7 @@ class Digits:
 def evaluating(acceptance="exact"):
     model = AutoModelForCausalLM.from_pretrained(policy())
     ends = frozenset(model.generation_config.eos_token_id)
-    config = RolloutConfig(acceptance=acceptance, max_new_tokens=24, budget=BudgetConfig(window=8))
+    config = RolloutConfig(acceptance=acceptance, max_new_tokens=24, draft_tokens=8)
     engine = build_engine(EngineSpec(eos_ids=ends, rollout=config), model)
     return model, SpeculativeRollout(engine, None, config, 0, TrajectoryCache(Fingerprint()))
 

@@ -30,7 +30,7 @@ HERE = {  # in the place of what only the reader has
     "tokenizer": str(TINY_PATH),
     "data": "examples/own_dataset.jsonl",
     "rollout.drafter": str(TINY_PATH),
-    "rollout.judged.path": str(TINY_PATH),
+    "rollout.trained": str(TINY_PATH),
     "rollout.vllm.speculator": f"eagle={TINY_PATH}",
     "run": "{run}",
 }

@@ -159,7 +159,7 @@ def one_visit(session, number):
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'specrl[ray]'")
 def test_all_processes_of_a_job_share_a_session_that_is_a_ray_actor():
-    with connect(ClusterConfig(num_workers=1, object_store_mb=80)):
+    with connect(ClusterConfig(num_workers=1)):
         import ray
 
         session = ray.remote(num_cpus=0)(ReuseSession).remote(seed=3)

@@ -52,7 +52,7 @@ def run_evaluate(folder, draft, capsys, *more):
 
 def test_an_evaluation_takes_a_judge_of_its_policy_and_refuses_that_of_another(trained, draft, tmp_path, capsys):
     other = runs.build_policy(tmp_path / "other", seed=2)
-    settings = ["rollout.acceptance=judged", f"rollout.judged.path={trained}"]
+    settings = ["rollout.acceptance=judged", f"rollout.trained={trained}"]
     assert run_evaluate(tmp_path, draft, capsys, *settings)[0] == 0
     code, err = run_evaluate(tmp_path, draft, capsys, *settings, f"model={other}")
     assert code == 3

@@ -52,23 +52,6 @@ def total_variation(student: Tensor, teacher: Tensor) -> Tensor:
     return (teacher.float().softmax(-1) - student.float().softmax(-1)).clamp(min=0).sum(-1)
 
 
-def tvd(student: Tensor, teacher: Tensor) -> Tensor:
-    """Total variation [N] with the gradient of TVD++ (arXiv 2403.00858). Logits [N, V].
-
-    The gradient of TV is that of a policy with reward r(v) = 1 where p(v) > q(v), negated; TVD++ normalises r by its
-    mean and deviation over the batch. Summed over the whole vocabulary instead of sampled, the mean cancels and the
-    deviation is sqrt(m (1 - m)), with m the batch mean of E_q[r].
-    """
-    p = teacher.float().softmax(-1)
-    q = student.float().softmax(-1).detach()
-    m = ((p > q) * q).sum(-1).mean()
-    deviation = (m * (1 - m)).sqrt().clamp(min=0.01)  # 0 where the student equals the teacher
-    return total_variation(student, teacher) / deviation
-
-
-OBJECTIVES = {"forward_kl": forward_kl, "tvd": tvd}
-
-
 def largest(values: Tensor, share: float) -> Tensor:
     """True [N] for the values [N] that reach the (1 - share) quantile, at least one; ties with it are included."""
     n = values.numel()
@@ -186,18 +169,15 @@ def selected(student: Tensor, reference: Tensor, teacher: Tensor) -> Tensor:
         return largest(forward_kl(student, teacher) - forward_kl(reference, teacher), KEPT_SHARE)
 
 
-def loss(
-    student: Tensor, teacher: Tensor, objective: str, temperature: float = 1.0, kept: Tensor | None = None
-) -> Tensor:
-    """Mean distance of the distributions at a temperature, over the tokens `kept` [N] or all.
+def loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, kept: Tensor | None = None) -> Tensor:
+    """Mean `forward_kl` of the distributions at a temperature, over the tokens `kept` [N] or all.
 
-    Args: student, teacher: logits [N, V]; objective: a key of OBJECTIVES.
+    Args: student, teacher: logits [N, V].
     """
     if kept is not None:
         student = student[kept]
         teacher = teacher[kept]
-    distance = OBJECTIVES[objective]
-    return distance(process_logits(student, temperature), process_logits(teacher, temperature)).mean()
+    return forward_kl(process_logits(student, temperature), process_logits(teacher, temperature)).mean()
 
 
 def step(

@@ -129,7 +129,6 @@ class DrafterTrainer:
         parts = distil.to_learn(reads, self.drafter, TOKENS_PER_UPDATE)
         self.progress.rounds += 1
         generator = self._generator("mix", self.progress.rounds)
-        options = self.options
         metrics: dict[str, Metric] = {}
         firsts: list[float] = []
         learned = 0
@@ -148,7 +147,7 @@ class DrafterTrainer:
                     if not metrics:
                         agreed = self._agreeing(batch, passes[0].detach(), teacher)
                     temperature = self._sampling.temperature
-                    losses = [distil.loss(logits, teacher, options.objective, temperature) for logits in passes]
+                    losses = [distil.loss(logits, teacher, temperature) for logits in passes]
                     firsts.append(losses[0].item())
                     learned += tokens
                 if not metrics:

@@ -11,6 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+VALUE_CLIP = 0.2
+"""Clip range around the value before the update."""
+
 
 def identity(values: Tensor) -> Tensor:
     """The sum over processes when there is only one."""
@@ -96,13 +99,10 @@ def whiten(values: Tensor, mask: Tensor, all_reduce: Callable[[Tensor], Tensor] 
 # Loss and penalty ---------------------------------------------------------------------------------------------------
 
 
-def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Tensor:
+def value_loss(values: Tensor, old: Tensor, returns: Tensor) -> Tensor:
     """Clipped squared error of each value [B, T], halved (as in the PPO of OpenAI baselines), to be minimised.
 
-    max((V - R)^2, (clip(V, old - clip, old + clip) - R)^2) / 2; `clip=0` is the plain error.
+    max((V - R)^2, (clip(V, old - VALUE_CLIP, old + VALUE_CLIP) - R)^2) / 2.
     """
-    error = (values - returns).square()
-    if clip:
-        near = old + (values - old).clamp(-clip, clip)
-        error = torch.maximum(error, (near - returns).square())
-    return error / 2
+    near = old + (values - old).clamp(-VALUE_CLIP, VALUE_CLIP)
+    return torch.maximum((values - returns).square(), (near - returns).square()) / 2

@@ -1,6 +1,6 @@
 """PPO (Schulman et al. 2017, arXiv 1707.06347) on TRL's GRPO loop: advantages per token, and a critic.
 
-The clipped surrogate, the entropy bonus and the KL penalty in the loss are TRL's.
+The clipped surrogate and the entropy bonus are TRL's.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ class PPOTrainer(GRPOTrainerWithReuse):
             kl = (old - out["ref_per_token_logps"]) * mask
         batch = self.rollouts.train_batch
         totals = torch.tensor([torch.nan if reward is None else reward for reward in batch.rewards], device=mask.device)
-        penalty = self.beta if options.kl_penalty == "reward" else 0.0
-        rewards = objectives.token_rewards(totals, kl, mask, penalty)
+        rewards = objectives.token_rewards(totals, kl, mask, self.beta)
         if self.critic is not None:
             values = torch.cat([output.value for output in outputs])[:, -mask.shape[1] :]
             advantages, returns = objectives.gae(rewards, values, mask, gamma=options.gamma, lam=options.gae_lambda)
@@ -87,7 +86,7 @@ class PPOTrainer(GRPOTrainerWithReuse):
             advantages = self._rloo(rewards, mask)
         else:
             advantages = objectives.reinforce_plus_plus(rewards, mask, options.gamma, self._all_reduce)
-        if penalty:  # else TRL notes it
+        if self.beta:
             self.note({"kl": shared(self._mean(kl, mask))})
         left_out = [options.mask_truncated and c.finish == "length" for c in batch.batch.completions]
         out["completion_mask"] *= ~torch.tensor(left_out, device=mask.device)[:, None]
@@ -123,9 +122,7 @@ class PPOTrainer(GRPOTrainerWithReuse):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss, plus the critic's from the same pass, in which every token of all processes weighs the same."""
         outputs: list[Any] = []
-        beta = self.beta
-        if self._options.kl_penalty == "reward":
-            self.beta = 0.0  # the penalty is in the rewards
+        beta, self.beta = self.beta, 0.0  # the penalty is in the rewards
         loss = super()._compute_loss(recorded(model, outputs), inputs)
         self.beta = beta
         passes = self.current_gradient_accumulation_steps
@@ -135,7 +132,7 @@ class PPOTrainer(GRPOTrainerWithReuse):
         options = self._options.critic
         mask = loss_mask(inputs)
         values = outputs[0].value[:, -mask.shape[1] :]
-        error = (objectives.value_loss(values, inputs["old_values"], inputs["returns"], options.clip) * mask).sum()
+        error = (objectives.value_loss(values, inputs["old_values"], inputs["returns"]) * mask).sum()
         self.note({"value_loss": mean(error.item(), mask.sum().item())})
         tokens = inputs["num_items_in_batch"].clamp(min=1) * passes / self.args.steps_per_generation
         return loss + options.loss_weight * error * self.accelerator.num_processes / tokens

@@ -15,11 +15,10 @@ from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.control import Control
 from specrl.rollout.keys import Visits
-from specrl.rollout.sections import BudgetConfig
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, RolloutBatch, Row
 from specrl.trainers.correction import correction_weights
-from specrl.trainers.ppo.objectives import gae, token_rewards, value_loss, whiten
+from specrl.trainers.ppo.objectives import gae, token_rewards, whiten
 
 Algorithm = Literal["grpo", "ppo"]
 PROMPTS, GROUP, PROMPTS_PER_STEP, EPOCHS = 24, 8, 12, 10
@@ -109,7 +108,7 @@ class Run:
         self.policy = toy.TablePolicy(toy.initial_logits(seed, self.right))
         self.values = torch.zeros(toy.TASKS, toy.SYMBOLS, toy.CAP, requires_grad=True)
         self.optimizer = torch.optim.Adam([self.policy.head.weight, self.values], lr=LEARNING_RATE)
-        config = RolloutConfig(max_new_tokens=toy.CAP, measure_every=0, budget=BudgetConfig(window=toy.CAP))
+        config = RolloutConfig(max_new_tokens=toy.CAP, measure_every=0, draft_tokens=toy.CAP)
         for name, value in arm.rollout.items():
             setattr(config, name, value)
         engine = toy.engine_of(self.policy, config)
@@ -195,7 +194,7 @@ class Run:
         ratio = (self._logp(found) - found.old_logprobs).exp()
         loss = -torch.minimum(ratio * found.advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * found.advantages)
         if found.values is not None and found.returns is not None:
-            loss = loss + value_loss(self._value(found), found.values, found.returns, 0.0)
+            loss = loss + (self._value(found) - found.returns).square() / 2
         self.optimizer.zero_grad()
         ((loss * found.mask).sum() / found.mask.sum()).backward()
         self.optimizer.step()

@@ -23,13 +23,13 @@ from specrl.rollout.verify import accept_exact
 from specrl.trainers.rollouts import Rollouts
 
 OPTIONS = {
-    "dataset.level": "easy",
+    "data": "arithmetic:easy",
     "dataset.train_size": 8,
     "rollout.group_size": 4,
     "rollout.max_new_tokens": 100,
     "rollout.replay": 0.5,
     "rollout.measure_every": 0,
-    "rollout.budget.window": 16,
+    "rollout.draft_tokens": 16,
     "trainer.epochs": 3,
     "trainer.prompts_per_step": 4,
     "trainer.learning_rate": 2e-4,

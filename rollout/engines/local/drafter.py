@@ -112,12 +112,12 @@ class ModelDrafter:
     def _trim(self, sampling: SamplingParams, ids: int) -> None:
         if reason := peculiar(self.packed.lm_head):
             log.warning(
-                "drafts are sampled from all %d ids and not from the %d of rollout.drafter_vocab: %s",
+                "drafts are sampled from all %d ids and not from the %d most frequent: %s",
                 self.packed.vocab,
                 ids,
                 reason,
             )
             return
         self._frequent = Frequent(self.packed.vocab, sampling.eos_ids)
-        self._trimmed = TrimmedSampler(self.packed.lm_head, sampling, self.packed.limits.logits_mb, ids)
+        self._trimmed = TrimmedSampler(self.packed.lm_head, sampling, ids)
         self.packed.sampler = self._trimmed

@@ -43,6 +43,9 @@ from specrl.rollout.types import AheadText, Completion, EngineStats, Request, Ro
 from specrl.rollout.verify import AcceptanceRule, exact
 
 log = logging.getLogger(__name__)
+
+TIE_MARGIN = 1e-4
+"""Score gap below which a separate pass decides between two tokens, in float32 only."""
 OVERLAP = 128
 """Rows from which on two passes of half of them, during which the host works, should take less time than one pass. By
 arithmetic only (an H100 reads 1.7 billion weights in 1 ms, the host takes 1 to 6 ms); `benchmarks.gpu` measures it."""
@@ -69,7 +72,7 @@ class TransformersEngine(FillsPasses):
         sampling: the sampling params.
         rule: decides which draft tokens are accepted.
         drafting: proposes drafts; by default from the requests' own drafters.
-        limits: `tie_margin` applies in float32 only.
+        limits: the options of `rollout`.
         own_weights: the model is not the trainer's, so updates carry tensors.
     """
 
@@ -91,7 +94,8 @@ class TransformersEngine(FillsPasses):
         self.vocab = self.policy.vocab
         self.context = self.policy.context
         self.limit = self.policy.limit
-        self.tie_margin = self.limits.tie_margin if self.policy.dtype == torch.float32 else 0.0
+        self.tie_margin = TIE_MARGIN if self.policy.dtype == torch.float32 else 0.0
+        """See TIE_MARGIN."""
         self.weight_version = 0
         self.fault = ""
         """Why nothing can be generated with these weights."""
@@ -216,7 +220,7 @@ class TransformersEngine(FillsPasses):
         if size == 1:
             raise RolloutError(
                 f"out of memory with one row at a time: {reason}. Use a lower rollout.tokens_per_pass "
-                f"(now {self.limits.tokens_per_pass}), logits_mb ({self.limits.logits_mb}) or max_new_tokens"
+                f"(now {self.limits.tokens_per_pass}) or max_new_tokens"
             )
         self._max_rows = size // 2
         if self._session:

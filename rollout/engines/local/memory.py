@@ -43,8 +43,8 @@ def max_concurrent_rows(requests: Sequence[Request], models: Sequence[PackedMode
     if rows < 1:
         raise RolloutError(
             f"the KV of one row of {tokens} tokens takes {row_bytes / MB:.0f} MB, and there are "
-            f"{max(kv_bytes, 0) / MB:.0f} MB for it. Use a lower rollout.max_new_tokens, tokens_per_pass "
-            f"({limits.tokens_per_pass}) or logits_mb ({limits.logits_mb}), or a higher rollout.kv_cache_mb "
+            f"{max(kv_bytes, 0) / MB:.0f} MB for it. Use a lower rollout.max_new_tokens or tokens_per_pass "
+            f"({limits.tokens_per_pass}), or a higher rollout.kv_cache_mb "
             f"({limits.kv_cache_mb}; 0 takes what is free)"
         )
     return rows

@@ -98,7 +98,7 @@ class PackedModel:
         self._original_head = self.lm_head
         self.vocab = self.lm_head.weight.shape[0]
         self.limits = limits or RolloutConfig()
-        self.sampler = Sampler(self.lm_head, sampling, self.limits.logits_mb)
+        self.sampler = Sampler(self.lm_head, sampling)
         self.context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
         self.limit = ""
         self._stop: Callable[[], bool] | None = None

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from specrl.rollout.engines.base import SamplingParams, free_bytes
 from specrl.rollout.noise import keyed_sample
 
+LOGITS_MB = 256
+"""Memory for the logits and noise of a pass in MB of 2^20 bytes; larger passes are sampled chunk by chunk."""
 CPU_BYTES, CUDA_BYTES = 16, 4
 """Memory per logit: logits, noise and scores of noise.py in float32; the kernel's logits."""
 FREE_PART = 16
@@ -57,15 +59,15 @@ def unpack(packed: Tensor) -> tuple[list[int], list[float], list[float], np.ndar
     return tokens.tolist(), logprobs.tolist(), targets.tolist(), gaps
 
 
-def rows_per_chunk(vocab: int, logits_mb: int, free: int | None = None) -> int:
+def rows_per_chunk(vocab: int, free: int | None = None) -> int:
     """Rows of V logits in a chunk, at least one; `free` bytes of a GPU, or None on a CPU.
 
-    On a CPU a chunk takes `logits_mb`. On a GPU every chunk reads the output layer again, so there it takes 1/16 of
+    On a CPU a chunk takes `LOGITS_MB`. On a GPU every chunk reads the output layer again, so there it takes 1/16 of
     the free memory if that is more.
     """
     if free is None:
-        return max(1, logits_mb * 2**20 // (vocab * CPU_BYTES))
-    return max(1, max(logits_mb * 2**20, free // FREE_PART) // (vocab * CUDA_BYTES))
+        return max(1, LOGITS_MB * 2**20 // (vocab * CPU_BYTES))
+    return max(1, max(LOGITS_MB * 2**20, free // FREE_PART) // (vocab * CUDA_BYTES))
 
 
 class Sampler:
@@ -74,7 +76,6 @@ class Sampler:
     Args:
         lm_head: the output layer, with a weight [V, hidden].
         sampling: the sampling params.
-        logits_mb: most memory for logits, noise and scores in MB; on a GPU see `rows_per_chunk`.
 
     Attributes:
         ids: int32 [V] of the output layer's rows, ascending; None where they are 0 to V - 1.
@@ -82,13 +83,13 @@ class Sampler:
         bytes: memory of a full chunk.
     """
 
-    def __init__(self, lm_head: nn.Linear, sampling: SamplingParams, logits_mb: int):
+    def __init__(self, lm_head: nn.Linear, sampling: SamplingParams):
         self.lm_head = lm_head
         self._params = sampling.terms
         self.ids: Tensor | None = None
         vocab, device = lm_head.weight.shape[0], lm_head.weight.device
         on_gpu = device.type == "cuda"
-        self.rows = rows_per_chunk(vocab, logits_mb, free_bytes(device) if on_gpu else None)
+        self.rows = rows_per_chunk(vocab, free_bytes(device) if on_gpu else None)
         self.bytes = self.rows * vocab * (CUDA_BYTES if on_gpu else CPU_BYTES)
 
     def __call__(self, hidden: Tensor, keys: Tensor, positions: Tensor, targets: Tensor) -> Tensor:
@@ -142,11 +143,11 @@ class TrimmedSampler(Sampler):
         size: ids; `take` chooses them. Their rows stay at one address, as captured graphs need it.
     """
 
-    def __init__(self, lm_head: nn.Linear, sampling: SamplingParams, logits_mb: int, size: int):
+    def __init__(self, lm_head: nn.Linear, sampling: SamplingParams, size: int):
         weight = lm_head.weight
         options = {"bias": lm_head.bias is not None, "device": weight.device, "dtype": weight.dtype}
         rows = torch.nn.utils.skip_init(nn.Linear, lm_head.in_features, size, **options).requires_grad_(False)
-        super().__init__(rows, sampling, logits_mb)
+        super().__init__(rows, sampling)
         self._full_head = lm_head
         self.ids: Tensor = torch.empty(size, dtype=torch.int32, device=weight.device)
         self.take(np.arange(size))

@@ -40,7 +40,7 @@ class DraftIds:
         self._frequent.learn({tuple(row.request.prompt) for row in rows})
         reason = self._llm.collective_rpc("specrl_draft_from", args=(self._frequent.most(self._size),))[0]
         if reason:
-            message = "drafts are sampled from all ids and not from the %d of rollout.drafter_vocab: %s"
+            message = "drafts are sampled from all ids and not from the %d most frequent: %s"
             log.warning(message, self._size, reason)
             self._size = 0
 

@@ -32,6 +32,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.platforms import current_platform
 
 from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.drafting.frequent import FREQUENT_IDS
 from specrl.rollout.engines.base import Engine, EngineSpec, Probe, SamplingParams
 from specrl.rollout.engines.filling import FillsPasses, chosen_fill
 from specrl.rollout.engines.local.sampler import rows_per_chunk
@@ -94,7 +95,7 @@ class VLLMEngine(FillsPasses):
                 f"rollout.max_new_tokens={config.max_new_tokens}; raise rollout.kv_cache_mb or lower the cap"
             )
         self._flow = self._build_flow(drafter_share(spec, *models))
-        draft_ids = config.drafter_vocab if config.drafter else 0
+        draft_ids = FREQUENT_IDS if config.drafter else 0
         self._draft_ids = DraftIds(self._llm, draft_ids, self.vocab, sampling.eos_ids)
         self._users = 0
         sleeps = config.vllm.sleep and not current_platform.is_cpu()
@@ -195,9 +196,10 @@ class VLLMEngine(FillsPasses):
     def _build_flow(self, drafter_share: float) -> Flow:
         config = self.spec.rollout
         dtype = getattr(torch, self.spec.dtype)
-        budget = logits_budget(self.vocab, config.logits_mb, dtype, config.tokens_per_pass)
+        budget = logits_budget(self.vocab, dtype, config.tokens_per_pass)
         if config.vllm.on_device:
-            source = "model" if config.drafter else config.vllm.speculator.partition("=")[0]
+            speculator = config.vllm.speculator.partition("=")[0]
+            source = "model" if config.drafter else {"device": "texts"}.get(speculator, speculator)
             self._llm.collective_rpc("specrl_install_device", args=(source == "texts",))
             lengths = DraftLengths(
                 source=source, drafting=self.drafting, draft_tokens=draft_tokens(config), budget=budget
@@ -205,13 +207,13 @@ class VLLMEngine(FillsPasses):
             return Flow(llm=self._llm, drafts=lengths)
         shared: dict[str, Any] = {
             "drafting": self.drafting,
-            "draft_tokens": config.vllm.draft_tokens,
+            "draft_tokens": draft_tokens(config),
             "budget": budget,
         }
         model = ModelDrafts(share=drafter_share, **shared) if drafter_share else None
         drafts = PlannedDrafts(rule=self.rule, model=model, **shared)
         if self.runner == "v1":
-            self._llm.collective_rpc("specrl_install_v1", args=(drafts, rows_per_chunk(self.vocab, config.logits_mb)))
+            self._llm.collective_rpc("specrl_install_v1", args=(drafts, rows_per_chunk(self.vocab)))
         else:
             self._llm.collective_rpc("specrl_install_v2", args=(model is not None,))
         return Flow(llm=self._llm, drafts=drafts, logprobs=self.runner == "v2")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from specrl.rollout.engines.base import free_bytes
+from specrl.rollout.engines.local.sampler import LOGITS_MB
 
 log = logging.getLogger(__name__)
 
@@ -22,22 +23,21 @@ PART = 2
 """One in so many of a GPU's free bytes is used: torch may keep the last step's logits while this one's are computed."""
 
 
-def max_draft_tokens(vocab: int, logits_mb: int, *, free: int | None = None, width: int = 4) -> int:
+def max_draft_tokens(vocab: int, *, free: int | None = None, width: int = 4) -> int:
     """Draft tokens of all rows together whose logits fit.
 
-    On a CPU they take `logits_mb`, 8 bytes a logit: vLLM's float32 and a copy. On a GPU they take half of what is free
-    after the `logits_mb` in which tokens are sampled chunk by chunk, and the model's logits exist at most twice, as
+    On a CPU they take `LOGITS_MB`, 8 bytes a logit: vLLM's float32 and a copy. On a GPU they take half of what is free
+    after the `LOGITS_MB` in which tokens are sampled chunk by chunk, and the model's logits exist at most twice, as
     some models scale or cap them.
 
     Args:
         vocab: logits of a position.
-        logits_mb: `rollout.logits_mb`, in MB of 2^20 bytes.
         free: free bytes of the GPU, vLLM's share subtracted; None on a CPU.
         width: bytes of a logit of the model.
     """
     if free is None:
-        return logits_mb * MB // (vocab * 8)
-    return max(0, free - logits_mb * MB) // PART // (vocab * 2 * width)
+        return LOGITS_MB * MB // (vocab * 8)
+    return max(0, free - LOGITS_MB * MB) // PART // (vocab * 2 * width)
 
 
 class Remedies(NamedTuple):
@@ -48,7 +48,7 @@ class Remedies(NamedTuple):
     step: str = "a higher rollout.tokens_per_pass"
 
 
-ON_CPU = Remedies(memory="a higher rollout.logits_mb")
+ON_CPU = Remedies(memory="")
 OF_SERVER = Remedies("a lower max_num_seqs", "a lower gpu_memory_utilization", "a higher max_num_batched_tokens")
 OF_CPU_SERVER = OF_SERVER._replace(memory="")
 
@@ -95,7 +95,7 @@ class LogitsBudget:
         return share
 
 
-def logits_budget(vocab: int, logits_mb: int, dtype: torch.dtype, step: int) -> LogitsBudget:
+def logits_budget(vocab: int, dtype: torch.dtype, step: int) -> LogitsBudget:
     """The budget of an engine in this process.
 
     Args: dtype: of the model's logits; step: most tokens of a step.
@@ -103,10 +103,10 @@ def logits_budget(vocab: int, logits_mb: int, dtype: torch.dtype, step: int) -> 
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() or not torch.cuda.is_available():
-        return LogitsBudget(max_draft_tokens(vocab, logits_mb), step=step, remedies=ON_CPU)
+        return LogitsBudget(max_draft_tokens(vocab), step=step, remedies=ON_CPU)
     device = torch.device("cuda", torch.cuda.current_device())
 
     def measure() -> int:
-        return max_draft_tokens(vocab, logits_mb, free=free_bytes(device), width=dtype.itemsize)
+        return max_draft_tokens(vocab, free=free_bytes(device), width=dtype.itemsize)
 
     return LogitsBudget(measure(), measure, step, Remedies())

@@ -19,7 +19,6 @@ from vllm.config import VllmConfig
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from specrl.rollout.config import RolloutConfig
 from specrl.rollout.drafting.draft import Draft
 from specrl.rollout.engines.local.sampler import packed_sample, rows_per_chunk
 from specrl.rollout.engines.response import refuse_unusable
@@ -68,7 +67,7 @@ class KeyedDrafter:
     """Of a rollout in this process; None in a server."""
 
     def __init__(self, vllm_config: VllmConfig):
-        self.chunk = rows_per_chunk(vllm_config.model_config.get_vocab_size(), RolloutConfig().logits_mb)
+        self.chunk = rows_per_chunk(vllm_config.model_config.get_vocab_size())
         """Positions sampled at a time; bounds the memory of the noise."""
         self._states: dict[str, KeyedState | None] = {}
         self._hidden: Tensor | None = None

@@ -23,7 +23,6 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
 
-from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import free_bytes
 from specrl.rollout.engines.vllm.contract import check, differs
 from specrl.rollout.engines.vllm.logits import OF_CPU_SERVER, OF_SERVER, LogitsBudget, max_draft_tokens
@@ -105,7 +104,7 @@ def logits_budget(config: VllmConfig) -> LogitsBudget:
             free = int(current_platform.get_device_total_memory() * (1 - config.cache_config.gpu_memory_utilization))
             if torch.cuda.is_initialized():
                 free = min(free, free_bytes(torch.device("cuda", torch.cuda.current_device())))
-        return max_draft_tokens(model.get_vocab_size(), RolloutConfig().logits_mb, free=free, width=dtype.itemsize)
+        return max_draft_tokens(model.get_vocab_size(), free=free, width=dtype.itemsize)
 
     step = config.scheduler_config.max_num_batched_tokens
     return LogitsBudget(measure(), measure, step, OF_CPU_SERVER if cpu else OF_SERVER)

@@ -16,6 +16,8 @@ from specrl.rollout.engines.vllm.planned_v2 import MODEL_TOKENS
 from specrl.rollout.types import RolloutError
 
 CPU_KV_MB = 512
+DRAFT_TOKENS = 32
+"""Most draft tokens of a row in one step, where `rollout.draft_tokens` is 0."""
 _HOOKS = "specrl.rollout.engines.vllm"
 
 
@@ -115,9 +117,10 @@ def choose_runner(spec: EngineSpec, sampling: SamplingParams) -> str:
 def draft_tokens(rollout: RolloutConfig) -> int:
     """Most draft tokens of a row in one step. Where drafting is on the device, a draft model proposes so many in every
     step, each in a pass of its own."""
-    without_model = "texts", "ngram_gpu"
+    most = rollout.draft_tokens or DRAFT_TOKENS
+    without_model = "device", "ngram_gpu"
     by_model = rollout.vllm.on_device and (rollout.drafter or rollout.vllm.speculator not in without_model)
-    return min(rollout.vllm.draft_tokens, MODEL_TOKENS) if by_model else rollout.vllm.draft_tokens
+    return min(most, MODEL_TOKENS) if by_model else most
 
 
 def speculation(spec: EngineSpec, runner: str) -> dict:
@@ -132,7 +135,7 @@ def speculation(spec: EngineSpec, runner: str) -> dict:
         model = drafter
     else:
         name, _, model = vllm.speculator.partition("=")
-    drafts["method"] = "ngram_gpu" if name == "texts" else name  # needs no model; DeviceTexts replaces it
+    drafts["method"] = "ngram_gpu" if name in ("texts", "device") else name  # needs no model; DeviceTexts replaces it
     if model:
         drafts["model"] = model
     scheduler = "device_scheduler.DraftScheduler" if spec.rollout.vllm.on_device else "planned.PlannedScheduler"

@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from vllm.utils.network_utils import get_open_port
 
+from specrl.rollout.drafting.frequent import FREQUENT_IDS
 from specrl.rollout.engines.base import DRAFTER, NO_WEIGHTS, EngineSpec, Meta, Probe, Source
 from specrl.rollout.engines.local.head import Head, is_head
 from specrl.rollout.engines.vllm.worker import gpu_of, has_draft_model
@@ -42,7 +43,7 @@ def drafter_share(spec: EngineSpec, policy: PreTrainedModel, drafter: PreTrained
     """Weights that a pass of the draft model reads, as a share of those that a pass of the policy reads."""
     if drafter is None:
         return 0.0
-    ids = spec.rollout.drafter_vocab if spec.rollout.vllm.tensor_parallel == 1 else 0
+    ids = FREQUENT_IDS if spec.rollout.vllm.tensor_parallel == 1 else 0
     return _weights_read(drafter, ids) / _weights_read(policy)
 
 

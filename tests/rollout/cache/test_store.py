@@ -72,7 +72,7 @@ def test_another_identity_is_an_error(tmp_path):
         "dataset was 'd1' there, is 'absent' here",
         "template was 'absent' there, is 'x' here",
         "tokenizer was 't1' there, is 't2' here",
-        "rollout.cache.clear=true",
+        "move it away",
     ):
         assert part in str(error.value)
 

@@ -15,7 +15,7 @@ import pytest
 from specrl.rollout.build import build_engine
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import EngineSpec
-from specrl.rollout.sections import BudgetConfig, ClusterConfig
+from specrl.rollout.sections import ClusterConfig
 from specrl.rollout.types import Request, RolloutError
 from specrl.rollout.workers.delivery import Delivery, choose_route
 from specrl.rollout.workers.pool import RolloutPool
@@ -25,7 +25,7 @@ from specrl.trainers.weights import PolicyWeights, probe
 from tests.engines import local
 
 TEXT = tuple(range(3, 40))
-CLUSTER = ClusterConfig(num_workers=2, start_timeout_s=120)
+CLUSTER = ClusterConfig(num_workers=2, task_timeout_s=120)
 
 
 class Collected:
@@ -167,10 +167,10 @@ def test_weights_that_can_be_walked_once_follow_a_link(source, senders):
 def test_a_pool_is_linked_and_replaces_workers_all_the_same(build_model, tmp_path, senders):
     model = build_model("llama")
     model.save_pretrained(tmp_path)
-    config = RolloutConfig(budget=BudgetConfig(window=6), ahead="off")
+    config = RolloutConfig(draft_tokens=6, ahead="off")
     spec = EngineSpec(model=str(tmp_path), eos_ids=frozenset({1, 7}), rollout=config)
     requests = [Request([5, 6, 8 + key % 3], key, 12) for key in range(8)]
-    with connect(replace(CLUSTER, object_store_mb=80)):
+    with connect(replace(CLUSTER)):
         pool = RolloutPool(spec, CLUSTER, build)
         try:
             for version in (1, 2, 3):

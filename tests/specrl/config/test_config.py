@@ -249,7 +249,7 @@ def test_other_drafts_matter_only_if_their_text_may_be_accepted():
             assert [change.matters for change in differences(old, new)] == [matters]
 
 
-JUDGED = "rollout.acceptance=judged rollout.judged.path=x "
+JUDGED = "rollout.acceptance=judged rollout.trained=x "
 
 
 @pytest.mark.parametrize(
@@ -268,12 +268,12 @@ JUDGED = "rollout.acceptance=judged rollout.judged.path=x "
             ("", change, False)
             for change in (
                 *("reward.timeout_s=9", "reward.max_failure_ratio=0.5", "reward.workers=2", "reward.memory_mb=4096"),
-                *("cluster.num_workers=2 cluster.task_timeout_s=9", "rollout.budget.window=8", "resume=auto"),
+                *("cluster.num_workers=2 cluster.task_timeout_s=9", "rollout.draft_tokens=8", "resume=auto"),
                 "rollout.acceptance=off",
             )
         ),
         ("trainer.lr_schedule=constant ", "trainer.epochs=9", False),
-        (JUDGED, "rollout.budget.window=8", True),
+        (JUDGED, "rollout.draft_tokens=8", True),
     ],
 )
 def test_whether_a_change_matters_to_a_resume(words, change, matters):

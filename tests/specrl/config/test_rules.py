@@ -26,7 +26,7 @@ def broken(*words, **settings):
 VLLM = "rollout.engine=vllm"
 PPO = "trainer.algorithm=ppo"
 LENIENT = "rollout.acceptance=lenient"
-JUDGED = "rollout.acceptance=judged rollout.judged.path=x"
+JUDGED = "rollout.acceptance=judged rollout.trained=x"
 TRAIN = "trainer.drafter.train=true"
 TOOLS = "dataset.tools=[specrl.run.tools:calculate]"
 LEAVE_OUT = "Leave it out"
@@ -59,7 +59,6 @@ WRONG = [
     ("trainer.overlong_buffer=200", "trainer.overlong_buffer=200", "trainer.overlong_buffer=40."),
     ("trainer.epochs=0", "trainer.epochs=0", "trainer.epochs=1."),
     ("trainer.precision=pure_bf16 lora.rank=4", "trainer.precision=pure_bf16", "trainer.precision=bf16."),
-    (f"{PPO} trainer.kl_penalty=loss", "trainer.kl_penalty=loss", "trainer.beta=0.05."),
     (f"{PPO} trainer.advantage=rloo rollout.group_size=1", "trainer.advantage=rloo", "rollout.group_size=8."),
     (f"{PPO} rollout.group_size=1 trainer.prompts_per_step=1", "rollout.group_size=1", "rollout.group_size=2."),
     (f"{PPO} trainer.minibatches=3", "trainer.minibatches=3", "trainer.minibatches=2."),
@@ -91,33 +90,33 @@ WRONG = [
         "cluster.gpus_per_worker=2.",
     ),
     (
-        f"{VLLM} rollout.vllm.speculator=ngram_gpu rollout.vllm.scheduling=sync",
+        f"{VLLM} rollout.vllm.speculator=ngram_gpu rollout.vllm.runner=v1",
         "rollout.vllm.speculator=ngram_gpu",
-        "rollout.vllm.scheduling=auto.",
+        "rollout.vllm.runner=auto.",
     ),
     (f"{VLLM} rollout.vllm.speculator=text", "rollout.vllm.speculator", "texts?"),
     (f"{VLLM} rollout.vllm.speculator=draft_model=x", "rollout.vllm.speculator=draft_model=x", "rollout.drafter=x."),
-    (f"{VLLM} rollout.vllm.scheduling=async {LENIENT}", "rollout.vllm.scheduling=async", "rollout.acceptance=exact."),
+    (f"{VLLM} rollout.vllm.speculator=device {LENIENT}", "rollout.vllm.speculator=device", "rollout.acceptance=exact."),
     (
         f"{VLLM} rollout.drafter=x rollout.vllm.speculator=ngram_gpu",
         "rollout.vllm.speculator=ngram_gpu",
         "rollout.vllm.speculator=texts",
     ),
     (f"{VLLM} rollout.drafter=head {TRAIN}", "rollout.drafter=head", "rollout.drafter=DIR"),
-    ("rollout.acceptance=judged", "rollout.acceptance=judged", "rollout.judged.path"),
+    ("rollout.acceptance=judged", "rollout.acceptance=judged", "rollout.trained"),
     (f"{JUDGED} rollout.sources=[]", "rollout.acceptance=judged", "rollout.drafter=DIR"),
     (f"{JUDGED} rollout.replay=0.5", "rollout.replay=0.5", "rollout.replay=0."),
     (f"{JUDGED} rollout.drafter=x {VLLM}", "rollout.drafter=x", "rollout.drafter= or rollout.acceptance=exact."),
     (f"{ROUTED} {VLLM} rollout.vllm.tensor_parallel=2", "rollout.vllm.tensor_parallel=2", "rollout.acceptance=exact."),
     (
-        f"{ROUTED} rollout.routed.by=arbitrage rollout.routed.path=x rollout.routed.threshold=2",
+        f"{ROUTED} rollout.routed.by=arbitrage rollout.trained=x rollout.routed.threshold=2",
         "rollout.routed.threshold=2",
         "0.5.",
     ),
     ("rollout.routed.separators=[]", "rollout.routed.separators", r"rollout.routed.separators=[\n\n]."),
     (f"{ROUTED} trainer.old_logprobs=trainer", "would hide that accepted tokens are off-policy", ""),
     ("rollout.acceptance=routed", "rollout.acceptance=routed", "rollout.drafter=DIR"),
-    (f"{ROUTED} rollout.routed.by=arbitrage", "needs rollout.routed.path", ""),
+    (f"{ROUTED} rollout.routed.by=arbitrage", "needs rollout.trained", ""),
     (f"{ROUTED} rollout.top_p=0.9", "needs the trainer's own log-probs", ""),
     (f"{TOOLS} rollout.acceptance=lenient", "rollout.acceptance=lenient", "Try "),
     (f"{TOOLS} rollout.replay=0.5", "rollout.replay=0.5", "Try "),
@@ -145,8 +144,8 @@ def test_a_wrong_option_is_named_with_a_legal_one(words, named, suggested):
         "trainer.prompts_per_step=30 trainer.rows_per_pass=16",
         "rollout.acceptance=lenient rollout.lenience=1.6 trainer.correction=sequence_mask",
         "rollout.acceptance=off trainer.correction=none",
-        "rollout.acceptance=judged rollout.judged.path=x rollout.sources=[] rollout.drafter=x rollout.replay=0.5",
-        "rollout.acceptance=judged rollout.judged.path=x rollout.engine=vllm",
+        "rollout.acceptance=judged rollout.trained=x rollout.sources=[] rollout.drafter=x rollout.replay=0.5",
+        "rollout.acceptance=judged rollout.trained=x rollout.engine=vllm",
         "trainer.drafter.train=true rollout.drafter=x rollout.engine=vllm cluster.num_workers=2",
         f"{ROUTED} rollout.replay=0.5",
         f"{ROUTED} rollout.engine=vllm cluster.num_workers=2",
@@ -154,7 +153,7 @@ def test_a_wrong_option_is_named_with_a_legal_one(words, named, suggested):
         "trainer.epochs=0 trainer.max_steps=3",
         "trainer.algorithm=ppo rollout.group_size=1",
         "trainer.algorithm=ppo trainer.advantage=rloo trainer.critic.model=separate",
-        "trainer.algorithm=ppo trainer.beta=0.1 trainer.kl_penalty=loss",
+        "trainer.algorithm=ppo trainer.beta=0.1",
         "reward.functions=[math,format] reward.weights=[1,0]",
         "dataset.test_size=0 trainer.eval_prompts=0",
         "data=gsm8k dataset.train_size=0 dataset.test_size=0",
@@ -227,7 +226,7 @@ def test_what_only_grpo_and_dapo_read_is_refused_by_ppo(word):
 
 
 def test_the_algorithm_of_an_option_is_set_by_its_field_or_its_section():
-    assert {"trainer.gamma=0.25", "trainer.critic.clip=0.25"} <= {*changed("ppo")}
+    assert {"trainer.gamma=0.25", "trainer.critic.loss_weight=0.25"} <= {*changed("ppo")}
     assert "trainer.loss=grpo" in changed("grpo")
 
 

@@ -173,7 +173,7 @@ def run_evaluate(folder, draft, capsys, *more):
 
 
 def test_evaluation_with_a_router_reports_its_cost(trained, draft, tmp_path, capsys):
-    options = ["rollout.acceptance=routed", "rollout.routed.by=arbitrage", f"rollout.routed.path={trained}"]
+    options = ["rollout.acceptance=routed", "rollout.routed.by=arbitrage", f"rollout.trained={trained}"]
     code, all_policy = run_evaluate(tmp_path, draft, capsys, *options, "rollout.routed.threshold=0")
     assert code == 0
     assert all_policy["eval/policy_tokens_ratio"] == 1.0
@@ -187,7 +187,7 @@ def test_evaluation_with_a_router_reports_its_cost(trained, draft, tmp_path, cap
 
 def test_a_router_of_another_pair_is_refused(trained, tmp_path, capsys):
     other = runs.build_policy(tmp_path / "other", seed=2)
-    options = ["rollout.acceptance=routed", "rollout.routed.by=arbitrage", f"rollout.routed.path={trained}"]
+    options = ["rollout.acceptance=routed", "rollout.routed.by=arbitrage", f"rollout.trained={trained}"]
     code, err = run_evaluate(tmp_path, other, capsys, *options)
     assert code == 3
     assert "was trained for another draft" in err
@@ -226,7 +226,7 @@ def test_workers_train_on_drafted_text_as_one_process(draft, tmp_path):
     """
     options = runs.SHORT | routed(draft)
     alone = runs.run(tmp_path / "alone", **options)
-    workers = runs.run(tmp_path / "workers", cluster__num_workers=2, cluster__object_store_mb=100, **options)
+    workers = runs.run(tmp_path / "workers", cluster__num_workers=2, **options)
     assert {*runs.differences(workers, alone)} <= {"losses", "weights"}
     assert workers.losses == pytest.approx(alone.losses, abs=1e-4)
     assert 0 < alone.steps[-1].reuse < 1

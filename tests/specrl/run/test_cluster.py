@@ -38,7 +38,7 @@ def exposed(sockets):
 def started():
     import ray
 
-    with connect(ClusterConfig(num_workers=1, object_store_mb=80)):
+    with connect(ClusterConfig(num_workers=1)):
         yield ray
 
 

@@ -28,7 +28,7 @@ def start(tmp_path, monkeypatch, capsys):
         ("config=judge_math", "python -m specrl.drafter out=outputs/weak ("),
         (
             f"config=arbitrage_math rollout.drafter={TINY_PATH} rollout.acceptance=routed",
-            "rollout.routed.path=outputs/router does not exist. Make it first, with this run's config: python -m "
+            "rollout.trained=outputs/router does not exist. Make it first, with this run's config: python -m "
             "specrl.train_router out=outputs/router (",
         ),
         (

@@ -48,8 +48,8 @@ CASES = {
     ),
     "cache": ({"rollout__cache__start_from": "{d}/no"}, "rollout.cache.start_from={d}/no does not exist."),
     "judge": (
-        {"rollout__acceptance": "judged", "rollout__judged__path": "{d}/no"},
-        "rollout.judged.path={d}/no does not exist. Make it first, with this run's config: python -m ",
+        {"rollout__acceptance": "judged", "rollout__trained": "{d}/no"},
+        "rollout.trained={d}/no does not exist. Make it first, with this run's config: python -m ",
     ),
     "no draft model": ({"rollout__drafter": "{d}"}, "rollout.drafter={d} cannot be loaded: the directory has no conf"),
 }

@@ -147,7 +147,7 @@ def test_the_drafter_is_kept_beside_the_model(folder, made):
 @pytest.mark.long
 def test_workers_have_copies_that_follow(folder, drafter):
     """Ray workers draft with the trained drafter as well as an engine that shares it, and the policy is the same."""
-    options = SHORT | ON | {"rollout__drafter": drafter, "rollout__sources": "[]", "rollout__budget__window": 3}
+    options = SHORT | ON | {"rollout__drafter": drafter, "rollout__sources": "[]", "rollout__draft_tokens": 3}
     here = run(folder, name="here", **options)
     away = run(folder, name="away", cluster__num_workers=1, rollout__ahead="off", **options)
     assert differences(here, away) == []
@@ -163,7 +163,7 @@ def test_under_a_judge_the_drafter_learns_and_resumes(folder, drafter, monkeypat
     policy = AutoModelForCausalLM.from_pretrained(runs.policy())
     judge = JudgeHead(torch.ones(policy.config.hidden_size), 0.0, 0.5)  # accepts what it is asked about now and then
     judge.save(folder / "judge", {"policy": fingerprint(policy)})
-    options = SHORT | ON | {"rollout__acceptance": "judged", "rollout__judged__path": folder / "judge"}
+    options = SHORT | ON | {"rollout__acceptance": "judged", "rollout__trained": folder / "judge"}
     options |= {"rollout__drafter": drafter, "rollout__sources": "[]", "trainer__save_every": 2}
     whole = run(folder, name="judged", **options)
     assert all({"drafter/loss", "spec/behaviour_kl"} <= line.keys() for line in records(folder / "judged"))

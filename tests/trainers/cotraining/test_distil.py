@@ -87,8 +87,8 @@ def test_a_loss_is_over_the_kept_tokens_at_the_rollouts_temperature():
     q, p = torch.randn(6, 9), torch.randn(6, 9)
     kept = torch.tensor([True, False, True, True, False, False])
     want = forward_kl(q[kept] / 0.5, p[kept] / 0.5).mean()
-    assert distil.loss(q, p, "forward_kl", 0.5, kept) == pytest.approx(want.item())
-    assert distil.loss(q, p, "forward_kl") == pytest.approx(forward_kl(q, p).mean().item())
+    assert distil.loss(q, p, 0.5, kept) == pytest.approx(want.item())
+    assert distil.loss(q, p) == pytest.approx(forward_kl(q, p).mean().item())
 
 
 def test_adaspec_selects_where_the_student_lags_the_reference():

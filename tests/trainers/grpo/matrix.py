@@ -20,7 +20,6 @@ from unittest import mock
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specrl.rollout.config import RolloutConfig
-from specrl.rollout.sections import BudgetConfig
 from specrl.run.smollm2 import directory
 from specrl.tiny import load
 from tests.trainers.grpo.scripts import Run, make, make_conversations, train
@@ -33,9 +32,9 @@ def main(out: str, mode: str, kinds: str, url: str = "") -> None:
     for kind in kinds.split(","):
         runs = {}
         for acceptance in ("off", "exact"):
-            window = BudgetConfig(8 if kind == "smollm2" else 0)  # its passes are long, and drafts seldom pay on a CPU
+            window = 8 if kind == "smollm2" else 0  # its passes are long, and drafts seldom pay on a CPU
             fill = 64 if mode == "colocate" and acceptance == "exact" else "auto"
-            config = RolloutConfig(acceptance=acceptance, measure_every=3, budget=window, fill=fill)
+            config = RolloutConfig(acceptance=acceptance, measure_every=3, draft_tokens=window, fill=fill)
             with in_float32() if mode == "colocate" and kind != "rloo" else nullcontext():
                 runs[acceptance] = summary(run(Path(out, kind, acceptance), config, mode, kind, url))
         Path(out, f"{kind}.json").write_text(json.dumps(runs), encoding="utf-8")

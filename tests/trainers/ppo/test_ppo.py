@@ -35,10 +35,9 @@ def runs(**options) -> Recording:
 
 VARIANTS = {  # options that cannot hide each other's faults share a run
     "head": {},
-    "separate critic, kl in the loss, passes": {
+    "separate critic, kl, passes": {
         "trainer__critic__model": "separate",
         "trainer__beta": 0.05,
-        "trainer__kl_penalty": "loss",
         "trainer__updates_per_rollout": 2,
         "trainer__rows_per_pass": 4,
         "trainer__entropy_bonus": 0.01,
@@ -50,7 +49,7 @@ VARIANTS = {  # options that cannot hide each other's faults share a run
         "lora__rank": 4,
     },
 }
-CRITIC = "separate critic, kl in the loss, passes"
+CRITIC = "separate critic, kl, passes"
 
 
 @pytest.mark.slow
@@ -129,7 +128,7 @@ def gradients(trainer, inputs) -> dict[str, torch.Tensor]:
 
 
 def test_padding_and_rows_left_out_have_no_influence(tmp_path):
-    found, options = [], {"trainer__minibatches": 1, "trainer__beta": 0.1, "trainer__kl_penalty": "loss"}
+    found, options = [], {"trainer__minibatches": 1, "trainer__beta": 0.1}
     trainer = ppo(tmp_path, tap(found), trainer__max_steps=1, **options).trainer
     (inputs,) = found
     inputs["completion_mask"][3] = 0  # a row without a reward
@@ -193,7 +192,7 @@ def test_truncated_responses_that_are_left_out_are_still_in_the_baseline(tmp_pat
 def test_the_critic_learns_what_a_response_is_worth(tmp_path):
     """For a policy that does not change and repeats itself."""
     options = {"trainer__learning_rate": 0, "rollout__replay": 1, "trainer__prompts_per_step": 12}
-    critic = {"trainer__critic__model": "separate", "trainer__critic__clip": 0, "trainer__critic__learning_rate": 1e-3}
+    critic = {"trainer__critic__model": "separate", "trainer__critic__learning_rate": 1e-3}
     record = ppo(tmp_path, trainer__epochs=8, trainer__updates_per_rollout=2, **options, **critic)
     explained = [log["value/explained_variance"] for log in logs(record) if "value/mean" in log]
     assert explained[0] == pytest.approx(0, abs=1e-6), "it begins with 0 everywhere"

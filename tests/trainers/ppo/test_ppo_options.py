@@ -21,7 +21,6 @@ OPTIONS = {
     "trainer__max_grad_norm": 0.25,
     "trainer__entropy_bonus": 0.7,
     "trainer__critic__learning_rate": 3e-3,
-    "trainer__critic__clip": 0.15,
     "trainer__critic__loss_weight": 0.2,
     "trainer__beta": 0.05,
 }
@@ -54,7 +53,7 @@ def test_every_option_reaches_its_formula(heard):
     assert [args[3] for args in heard["token_rewards"]] == [0.05] * 4
     args = heard["run"].trainer.args
     assert (args.epsilon, args.epsilon_high, args.entropy_coef, args.loss_type) == (0.1, 0.3, 0.7, "dapo")
-    assert [args[3] for args in heard["value_loss"]] == [0.15] * 16
+    assert len(heard["value_loss"]) == 16
     *policy, critic = heard["run"].trainer.optimizer.param_groups
     assert {group["initial_lr"] for group in policy} == {1e-3}
     assert (critic["initial_lr"], critic["weight_decay"], len(critic["params"])) == (3e-3, 0.03, 2)
@@ -84,13 +83,12 @@ def test_policy_and_critic_are_clipped_each_by_itself(tmp_path):
     assert not all(map(torch.equal, light, policy("together", 100, together)))
 
 
-@pytest.mark.parametrize("where", ["reward", "loss"])
-def test_the_kl_penalty_is_in_the_rewards_or_in_the_loss(tmp_path, where):
-    found, options = [], {"trainer__beta": 0.5, "trainer__kl_penalty": where, "trainer__max_steps": 1}
+def test_the_kl_penalty_is_in_the_rewards(tmp_path):
+    found, options = [], {"trainer__beta": 0.5, "trainer__max_steps": 1}
     trainer = run(tmp_path, tap(found), config="ppo_math", **options).trainer
     spoiled = found[0] | {"ref_per_token_logps": found[0]["ref_per_token_logps"] - 1}
     base, other = gradients(trainer, found[0]), gradients(trainer, spoiled)
-    assert all(torch.equal(base[name], other[name]) for name in base) == (where == "reward")
+    assert all(torch.equal(base[name], other[name]) for name in base), "and not in the loss too"
     assert trainer.beta == 0.5
 
 

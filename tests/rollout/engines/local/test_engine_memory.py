@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local import memory as memory_plan
-from specrl.rollout.engines.local import probe
+from specrl.rollout.engines.local import probe, sampler
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.keys import derive_key
 from specrl.rollout.types import Request, RolloutError
@@ -33,8 +33,7 @@ MB = 2**20
     [
         {"tokens_per_pass": 7},
         {"rows_per_batch": 1},
-        {"logits_mb": 0},  # one position at a time
-        {"rows_per_batch": 9, "tokens_per_pass": 11, "logits_mb": 0},
+        {"rows_per_batch": 9, "tokens_per_pass": 11},
     ],
 )
 def test_memory_bounds_change_nothing(golden, settings):
@@ -45,8 +44,7 @@ def test_memory_bounds_change_nothing(golden, settings):
         done, stats = engine.generate(batch)
         assert differing(done, want) == []
     _, free = engine_of(model, window=6).generate(requests_of(cases, drafters))
-    if "logits_mb" not in settings or len(settings) > 1:
-        assert stats.passes > free.passes, "the bound was at work"
+    assert stats.passes > free.passes, "the bound was at work"
 
 
 def test_a_prompt_longer_than_a_pass_takes_several(build_model):
@@ -153,7 +151,8 @@ def test_kv_is_planned_and_allocated_once(golden, monkeypatch, caplog):
     """Three rollouts within a byte limit: as many rows as fit run, memory is as planned, nothing is allocated twice."""
     model, _, _ = golden("qwen3")
     monkeypatch.setattr(probe, "on_gpu", lambda model: True)
-    engine = local(model, NO_EOS, tokens_per_pass=64, logits_mb=1)
+    monkeypatch.setattr(sampler, "LOGITS_MB", 1)
+    engine = local(model, NO_EOS, tokens_per_pass=64)
     requests, policy = lognormal(40, 240), engine.policy
     with Scarce(3 * MB) as memory:
         monkeypatch.setattr(memory_plan, "free_bytes", lambda device: memory.most - memory.held())

@@ -90,9 +90,10 @@ class Listen(TorchDispatchMode):
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
 @pytest.mark.parametrize("n", [1, 3, 17])
-def test_a_packed_draw_is_that_of_noise(law, n):
+def test_a_packed_draw_is_that_of_noise(law, n, monkeypatch):
+    monkeypatch.setattr(module, "LOGITS_MB", 1)
     layer, given = head(), asked(n)
-    draw = Sampler(layer, SamplingParams(frozenset(), *law), logits_mb=1)
+    draw = Sampler(layer, SamplingParams(frozenset(), *law))
     assert draw.rows == 2**20 // (VOCAB * 16) == 15, "17 rows are two chunks"
     want = []
     with torch.inference_mode():
@@ -109,7 +110,7 @@ def test_a_packed_draw_is_that_of_noise(law, n):
 def test_gaps_of_unusable_logits_come_through():
     hidden, *of = asked(3)
     hidden[1, 0] = torch.nan
-    gaps = torch.tensor(unpack(Sampler(head(), SamplingParams(frozenset()), 1)(hidden, *of))[3])
+    gaps = torch.tensor(unpack(Sampler(head(), SamplingParams(frozenset()))(hidden, *of))[3])
     assert gaps.isnan().tolist() == [False, True, False]
 
 
@@ -139,8 +140,9 @@ def test_a_fault_in_the_draw_is_seen(fault, monkeypatch):
 def test_on_cuda_a_chunk_is_a_product_and_a_draw(law, monkeypatch):
     """No sort or noise of the vocabulary's size outside the kernel, no synchronisation, and float32 logits."""
     monkeypatch.setattr(module, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(module, "LOGITS_MB", 1)
     with FakeTensorMode():
-        draw = Sampler(fake_head(), SamplingParams(frozenset(), *law), logits_mb=1)
+        draw = Sampler(fake_head(), SamplingParams(frozenset(), *law))
         given = fake_asked(100)
         assert draw.rows == 2**20 // (VOCAB * 4) == 63
         with torch.inference_mode(), Listen() as ran:
@@ -188,7 +190,7 @@ def test_a_layer_that_does_more_is_called(layer, monkeypatch):
     """LoRA on the output layer must be applied; the product with its weight would omit it."""
     monkeypatch.setattr(module, "free_bytes", lambda device: 0)
     with FakeTensorMode(), torch.inference_mode():
-        draw = Sampler(layer(), SamplingParams(frozenset()), 1)
+        draw = Sampler(layer(), SamplingParams(frozenset()))
         assert draw.logits(fake_asked(3)[0]).dtype == torch.bfloat16
         assert type(draw.lm_head).__name__ in draw.rounds
 
@@ -198,17 +200,17 @@ def test_a_bias_counts_and_float32_stays_the_layers_own(monkeypatch):
     ran = {}
     for kind in (torch.float32, torch.bfloat16):
         with FakeTensorMode(), torch.inference_mode(), Listen() as listen:
-            draw = Sampler(fake_head(bias=True, kind=kind), SamplingParams(frozenset()), 1)
+            draw = Sampler(fake_head(bias=True, kind=kind), SamplingParams(frozenset()))
             assert draw.logits(fake_asked(3, kind)[0]).dtype == torch.float32
         ran[kind] = set(listen.seen) & {"aten::linear", "aten::mm.dtype", "aten::add_.Tensor"}
     assert ran == {torch.float32: {"aten::linear"}, torch.bfloat16: {"aten::mm.dtype", "aten::add_.Tensor"}}
 
 
 def test_a_cpu_says_why_it_rounds():
-    draw = Sampler(head(kind=torch.bfloat16), SamplingParams(frozenset()), 1)
+    draw = Sampler(head(kind=torch.bfloat16), SamplingParams(frozenset()))
     assert "on CUDA only, not on cpu" in draw.rounds
     assert draw.logits(asked(3, kind=torch.bfloat16)[0]).dtype == torch.bfloat16
-    whole = Sampler(head(), SamplingParams(frozenset()), 1)
+    whole = Sampler(head(), SamplingParams(frozenset()))
     assert whole.rounds == ""
     with torch.autocast("cpu", torch.bfloat16):
         assert "bfloat16" in whole.rounds, "what it is computed in counts, not the weights' type"
@@ -219,9 +221,10 @@ def test_a_cpu_says_why_it_rounds():
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_trimmed_draw_is_the_whole_one_without_the_other_ids(law, bias):
+def test_a_trimmed_draw_is_the_whole_one_without_the_other_ids(law, bias, monkeypatch):
+    monkeypatch.setattr(module, "LOGITS_MB", 1)
     layer, given, ids = head(bias), asked(40), np.arange(7, VOCAB, 13)
-    trimmed = TrimmedSampler(layer, SamplingParams(frozenset(), *law), 1, len(ids))
+    trimmed = TrimmedSampler(layer, SamplingParams(frozenset(), *law), len(ids))
     with torch.inference_mode():
         for _ in range(2):
             trimmed.take(ids)
@@ -239,11 +242,12 @@ def test_a_trimmed_draw_is_the_whole_one_without_the_other_ids(law, bias):
 # Chunks ---------------------------------------------------------------------------------------------------------------
 
 
-def test_chunks_take_what_they_may():
-    assert rows_per_chunk(151936, 256) == 110
-    assert rows_per_chunk(151936, 256, free=0) == 441, "four bytes a logit, as nothing else is stored"
-    assert rows_per_chunk(151936, 256, free=64 * 2**30) == 7067
-    assert rows_per_chunk(151936, 256, free=64 * 2**30) * 151936 * 4 <= 4 * 2**30
-    assert rows_per_chunk(10**9, 1) == rows_per_chunk(10**9, 1, free=0) == 1
-    draw = Sampler(head(), SamplingParams(frozenset()), 1)
+def test_chunks_take_what_they_may(monkeypatch):
+    assert rows_per_chunk(151936) == 110
+    assert rows_per_chunk(151936, free=0) == 441, "four bytes a logit, as nothing else is stored"
+    assert rows_per_chunk(151936, free=64 * 2**30) == 7067
+    assert rows_per_chunk(151936, free=64 * 2**30) * 151936 * 4 <= 4 * 2**30
+    assert rows_per_chunk(10**9) == rows_per_chunk(10**9, free=0) == 1
+    monkeypatch.setattr(module, "LOGITS_MB", 1)
+    draw = Sampler(head(), SamplingParams(frozenset()))
     assert draw.bytes == 15 * VOCAB * 16 <= 2**20

@@ -21,14 +21,16 @@ from tests.rollout.golden import (
 
 def test_draws_that_are_decided_canonically_are_the_same(golden):
     model, cases, want = golden("llama")
-    engine = engine_of(model, window=5, tie_margin=0.5)
+    engine = engine_of(model, window=5)
+    engine.tie_margin = 0.5
     plain, stats = engine.generate(requests_of(cases))
     assert differing(plain, want) == []
     assert stats.ties > 20
     done, stats = engine.generate(requests_of(cases, drafts_of_every_quality([t for t, _, _ in want])))
     assert differing(done, plain) == []
     assert stats.ties > 20
-    _, stats = engine_of(model, window=5, tie_margin=0.0).generate(requests_of(cases))
+    engine.tie_margin = 0.0
+    _, stats = engine.generate(requests_of(cases))
     assert stats.ties == 0
 
 
@@ -39,7 +41,8 @@ def test_rounding_that_depends_on_the_pass_flips_tokens_only_without_the_tie_mar
     assert len(keys) >= 5
 
     def differences(tie_margin):
-        engine = engine_of(noisy(model), window=4, tie_margin=tie_margin)
+        engine = engine_of(noisy(model), window=4)
+        engine.tie_margin = tie_margin
         plain, _ = engine.generate([Request(prompt, key, 8) for key in keys])
         drafts = [Script(corrupt(c.tokens, random.Random(i), 0.2)) for i, c in enumerate(plain)]
         done, stats = engine.generate([Request(prompt, k, 8, d) for k, d in zip(keys, drafts, strict=True)])

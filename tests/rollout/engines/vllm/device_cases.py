@@ -23,11 +23,11 @@ def engine_of(saved):
     """engine_of(**settings): an engine whose drafts stay on the device. `speculator` may name one of vLLM's."""
     engines = {}
 
-    def get(speculator="texts", eos_ids=EOS_IDS, distribution=(1.0, 0, 1.0), **settings):
+    def get(speculator="device", eos_ids=EOS_IDS, distribution=(1.0, 0, 1.0), **settings):
         name = repr((speculator, settings))
         if name not in engines:
             spec = spec_of(saved("qwen3")[1], **settings)
-            spec.rollout.vllm.scheduling, spec.rollout.vllm.speculator = "async", speculator
+            spec.rollout.vllm.speculator = speculator
             with pytest.MonkeyPatch.context() as patch:
                 keep_async(patch)
                 engines[name] = start(spec)
@@ -133,7 +133,7 @@ def test_a_run_that_trains_the_draft_model_trains_the_same_policy(tmp_path, monk
     model = build_policy(tmp_path / "policy", head_dim=32)
     shortened(AutoModelForCausalLM.from_pretrained(model), 1).save_pretrained(tmp_path / "drafter")
     options = SHORT | {"model": model, "rollout__engine": "vllm", "rollout__drafter": str(tmp_path / "drafter")}
-    options |= {"rollout__kv_cache_mb": 64, "rollout__vllm__draft_tokens": 3, "rollout__max_new_tokens": 8}
+    options |= {"rollout__kv_cache_mb": 64, "rollout__draft_tokens": 3, "rollout__max_new_tokens": 8}
     options |= {"trainer__drafter__learning_rate": 3e-3, "trainer__drafter__share": 1.0, "trainer__epochs": 1}
     kept = run(tmp_path, name="kept", **options)
     trained = run(tmp_path, name="trained", trainer__drafter__train="true", **options)

@@ -74,7 +74,7 @@ def probe_of(model, tolerance: float = 1e-4) -> Probe:
 
 def spec_of(path, *, kv_mb=16, draft_tokens=8, **settings) -> EngineSpec:
     config = RolloutConfig(engine="vllm", max_new_tokens=30, **settings)
-    config.kv_cache_mb, config.vllm.draft_tokens = kv_mb, draft_tokens
+    config.kv_cache_mb, config.draft_tokens = kv_mb, draft_tokens
     config.vllm.runner = RUNNER
     return EngineSpec(model=str(path), eos_ids=EOS_IDS, rollout=config)
 

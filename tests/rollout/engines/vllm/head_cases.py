@@ -142,7 +142,8 @@ def test_it_samples_among_the_ids_that_the_texts_use_most(case, heads, saved, gu
     *_, cases, want = case
     texts = [text for (prompt, _), (tokens, _, _) in zip(cases, want, strict=True) for text in (prompt, tokens)]
     used = EOS_IDS.union(*texts)
-    engine = start(spec_of(saved("qwen3")[1], drafter=heads, draft_tokens=LENGTH, drafter_vocab=30))
+    monkeypatch.setattr("specrl.rollout.engines.vllm.engine.FREQUENT_IDS", 30)
+    engine = start(spec_of(saved("qwen3")[1], drafter=heads, draft_tokens=LENGTH))
 
     def accepted() -> float:
         engine.generate(requests_of(cases))  # it counts the ids of the responses

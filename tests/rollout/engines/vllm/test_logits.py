@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.vllm.logits import LogitsBudget, max_draft_tokens
 
 VOCAB, BF16 = 151_936, 2
@@ -18,25 +17,25 @@ FREE = int(80 * GB * (1 - 0.45) - 1.7e9 * 4 * 4)
 
 def share(rows: int, drafting: int, free: int | None = FREE) -> int:
     """Draft tokens of each of the `drafting` rows, at most 32."""
-    tokens = max_draft_tokens(VOCAB, RolloutConfig().logits_mb, free=free, width=BF16)
+    tokens = max_draft_tokens(VOCAB, free=free, width=BF16)
     return LogitsBudget(tokens, step=16_384).share(drafting, rows, 32)
 
 
 def test_every_row_of_a_large_batch_drafts():
     assert all(share(rows, rows) >= 4 for rows in (64, 256, 512, 1024))
     assert share(1024, 64) == 32, "rows without a draft need no share"
-    assert share(1024, 1024, free=None) < 4, "control: a GPU with logits_mb only"
+    assert share(1024, 1024, free=None) < 4, "control: a CPU"
 
 
 def test_the_logits_fit_what_is_free():
     """Two copies of a step's logits in the model's dtype, the previous step's logits, and the sampled chunk fit."""
     for free in (0, 300 * 2**20, 2 * GB, FREE):
-        tokens = max_draft_tokens(VOCAB, 256, free=free, width=BF16)
+        tokens = max_draft_tokens(VOCAB, free=free, width=BF16)
         assert 2 * tokens * VOCAB * 2 * BF16 + 256 * 2**20 <= max(free, 256 * 2**20)
-    assert max_draft_tokens(VOCAB, 256, free=200 * 2**20, width=BF16) == 0
-    half = max_draft_tokens(VOCAB, 256, free=4 * GB, width=BF16) / 2
-    assert max_draft_tokens(VOCAB, 256, free=4 * GB, width=4) == pytest.approx(half, abs=1)
-    assert max_draft_tokens(61, 1) == 2148, "a CPU has logits_mb"
+    assert max_draft_tokens(VOCAB, free=200 * 2**20, width=BF16) == 0
+    half = max_draft_tokens(VOCAB, free=4 * GB, width=BF16) / 2
+    assert max_draft_tokens(VOCAB, free=4 * GB, width=4) == pytest.approx(half, abs=1)
+    assert max_draft_tokens(61) == 256 * 2**20 // (61 * 8), "on a CPU"
 
 
 def test_a_step_has_a_token_for_every_row():
@@ -70,10 +69,9 @@ def test_a_trainers_memory_is_not_free_for_a_colocated_engine(monkeypatch, in_th
         scheduler_config=SimpleNamespace(max_num_batched_tokens=16_384),
     )
     budget = served.logits_budget(config)
-    logits_mb = RolloutConfig().logits_mb
-    assert budget.tokens == max_draft_tokens(VOCAB, logits_mb, free=left, width=BF16) > 0
+    assert budget.tokens == max_draft_tokens(VOCAB, free=left, width=BF16) > 0
     free[0] -= held
     budget.renew()
     known = left - held if in_this_process else left
-    assert budget.tokens == max_draft_tokens(VOCAB, logits_mb, free=known, width=BF16)
+    assert budget.tokens == max_draft_tokens(VOCAB, free=known, width=BF16)
     assert (budget.tokens == 0) == (in_this_process and held == 44 * GB)

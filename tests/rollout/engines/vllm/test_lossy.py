@@ -17,7 +17,7 @@ from specrl.rollout.lossy.judge import JudgeHead
 from specrl.rollout.lossy.pair import fingerprint
 from specrl.rollout.lossy.routed import RoutedRollout
 from specrl.rollout.lossy.router import Router, StepEnd, by_likelihood
-from specrl.rollout.sections import JudgedConfig, RoutedConfig
+from specrl.rollout.sections import RoutedConfig
 from specrl.rollout.types import Request, RolloutError
 from specrl.run.policy import TINY_PATH
 from specrl.tiny import load_tiny
@@ -78,7 +78,7 @@ def judging(engine_of, tmp_path_factory):
     def get(threshold, **settings):
         folder = tmp_path_factory.getbasetemp() / f"judge-{threshold}"
         head(threshold).save(folder, {"policy": fingerprint(policy("qwen3"))})
-        return engine_of(acceptance="judged", judged=JudgedConfig(path=str(folder)), **settings)
+        return engine_of(acceptance="judged", trained=str(folder), **settings)
 
     return get
 
@@ -134,7 +134,7 @@ def test_hidden_states_of_other_tokens_are_found(judging, golden, monkeypatch):
 def test_a_judge_of_another_policy_is_refused(saved, tmp_path):
     head(0.5).save(tmp_path, {"policy": "another"})
     with pytest.raises(RolloutError, match="was trained for another policy"):
-        start(spec_of(saved("qwen3")[1], acceptance="judged", judged=JudgedConfig(path=str(tmp_path))))
+        start(spec_of(saved("qwen3")[1], acceptance="judged", trained=str(tmp_path)))
 
 
 @pytest.fixture(scope="module")

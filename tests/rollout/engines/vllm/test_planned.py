@@ -47,7 +47,7 @@ def proposals(rows: list[VLLMRow], texts=None, budget=None, drafting=None, steps
 @pytest.mark.parametrize(
     ("budget", "options"),
     [
-        (LogitsBudget(3), ["rollout.rows_per_batch", "rollout.logits_mb"]),
+        (LogitsBudget(3), ["rollout.rows_per_batch"]),
         (LogitsBudget(9, lambda: 0, remedies=Remedies()), ["rollout.vllm.memory_utilization"]),
         (LogitsBudget(9, step=5, remedies=OF_SERVER), ["max_num_seqs", "max_num_batched_tokens"]),
     ],
