@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -324,13 +324,13 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def by_two_processes(folder: Path, program: str, timeout: float, **environment: str) -> tuple[list[dict], list[str]]:
-    """Runs a program in two CPU processes: the content of rank0.json and rank1.json in the folder, and the outputs."""
+def start_two_processes(program: str, arguments: Sequence[str], **environment: str) -> list[subprocess.Popen]:
+    """Starts a program in two CPU processes, as torchrun does; their output is text."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     shared |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **environment}
-    processes = [
+    return [
         subprocess.Popen(
-            [sys.executable, "-c", program, str(folder)],
+            [sys.executable, "-c", program, *arguments],
             cwd=ROOT,
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
@@ -339,6 +339,11 @@ def by_two_processes(folder: Path, program: str, timeout: float, **environment: 
         )
         for rank in (0, 1)
     ]
+
+
+def by_two_processes(folder: Path, program: str, timeout: float, **environment: str) -> tuple[list[dict], list[str]]:
+    """Runs a program in two CPU processes: the content of rank0.json and rank1.json in the folder, and the outputs."""
+    processes = start_two_processes(program, [str(folder)], **environment)
     outputs = [process.communicate(timeout=timeout)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)[-6000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)], outputs

@@ -63,25 +63,19 @@ def test_acceptance_by_position_by_hand():
     assert shares == [3 / 4, 2 / 3, 1.0, 1.0], "the chain of two has no third token"
 
 
-def vllm_host(folder):
-    pytest.importorskip("vllm")
-    by_words("vllm_host", "VLLMHostConfig", "rows=[8]", "tokens=60", "repeats=1")(folder)
-
-
 RUNS = {
     "budget": by_words("budget", "BudgetConfig", "rows=[1]", "repeats=1", "few=true"),
     "equivalence": equivalence,
     "host": by_words("host", "HostConfig", "rows=16", "tokens=60", "repeats=1"),
     "never_slower": by_words("never_slower", "NeverSlowerConfig", "config=grpo_math", "sizes=[8]", *NEVER_SLOWER),
     "real_head": real_head,
-    "vllm_host": vllm_host,
 }
 
 
 def test_every_script_is_run():
     paths = (ROOT / "benchmarks" / "research").iterdir()
     scripts = {path.stem for path in paths if path.suffix == ".py" and "__main__" in path.read_text()}
-    assert scripts | {"equivalence"} == set(RUNS) | {"vllm_head"}, "which head_cases.py runs"
+    assert scripts | {"equivalence"} == set(RUNS)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -1,12 +1,13 @@
 """One run on two CPU processes: one cache in both, and the same training as without speculation."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
 from specrl.results.records import read_records
-from tests.runs import by_two_processes, drafter, policy, run, words
+from tests.runs import by_two_processes, drafter, policy, run, start_two_processes, words
 
 pytestmark = pytest.mark.long
 OPTIONS = {"rollout__replay": 0.5, "trainer__epochs": 2, "trainer__save_every": 4, "trainer__eval_prompts": 4}
@@ -69,6 +70,33 @@ def recorded(name, words):
 folder = Path(sys.argv[1])
 found = {name: recorded(name, words) for name, words in json.loads((folder / "runs.json").read_text())}
 (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
+"""
+
+# The command line of a run, whose second process is killed while it generates for the first time after checkpoint-4.
+DYING = """
+import os, signal, sys
+from pathlib import Path
+import specrl.run.run
+import specrl.train
+from specrl.config import load as config
+
+build_engine, words = specrl.run.run.build_engine, sys.argv[1:]
+marker = config.run_dir(config.load(words)) / "checkpoints" / "checkpoint-4" / "specrl.json"
+
+def dying(*args):
+    engine = build_engine(*args)
+    generate = engine.generate
+
+    def generated(*asked):
+        if os.environ["RANK"] == "1" and marker.exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return generate(*asked)
+
+    engine.generate = generated
+    return engine
+
+specrl.run.run.build_engine = dying
+raise SystemExit(config.run(specrl.train.main, words))
 """
 
 
@@ -222,3 +250,18 @@ def test_ppo_on_two_processes_is_ppo_on_one(launched, tmp_path):
         assert first["weights"][key] == pytest.approx(tensor.double().sum().item(), abs=1e-2)
     walked = same_metrics(launched["folder"] / "ppo", tmp_path / "run")
     assert {"spec/full_reuse_ratio", "sampling/sampling_logp_difference/max", "kl"} <= walked
+
+
+def test_a_process_that_is_killed_ends_the_other_and_the_run_resumes(launched, tmp_path):
+    """The other one works on the next batch meanwhile, and waits for the killed one in a sum."""
+    options = words(tmp_path, model=policy(), **OPTIONS | {"rollout__fill": 64})
+    processes = start_two_processes(DYING, options)
+    (error, _), _ = (process.communicate(timeout=300) for process in processes)
+    assert processes[1].returncode == -signal.SIGKILL
+    assert processes[0].returncode not in (0, -signal.SIGKILL), error[-3000:]
+    (tmp_path / "runs.json").write_text(json.dumps([("rest", [*options, "resume=auto"])]))
+    reports, _ = by_two_processes(tmp_path, PROGRAM, 300)
+    for whole, report in zip(launched["exact"], reports, strict=True):
+        rest = report["rest"]
+        assert [step["tokens"] for step in rest["steps"]] == [step["tokens"] for step in whole["steps"][4:]]
+        assert rest["weights"] == whole["weights"]

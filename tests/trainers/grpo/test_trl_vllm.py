@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import requests
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from specrl import reusing
@@ -17,7 +19,7 @@ from specrl.rollout.config import RolloutConfig
 from specrl.rollout.types import RolloutError
 from specrl.run.policy import TINY_PATH
 from tests.runs import ROOT, by_two_processes, free_port
-from tests.trainers.grpo.scripts import assert_equal, train
+from tests.trainers.grpo.scripts import assert_equal, make, train
 
 pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
@@ -108,15 +110,41 @@ def test_a_server_works_ahead_and_changes_nothing(server, tmp_path):
     assert any([*text] == tokens for text, tokens in complete)
 
 
+class Killing(TrainerCallback):
+    """Kills the server after the second step, while it works on the next batch."""
+
+    def __init__(self, server: subprocess.Popen):
+        self.server = server
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            self.server.kill()
+            self.server.wait(60)
+
+
+@pytest.mark.long
+def test_a_server_that_is_killed_ends_the_run(tmp_path):
+    """No reward is computed of what it did not answer."""
+    held = serving(tmp_path, [sys.executable, "-m", "specrl.serve"])
+    with held as url:
+        options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "num_train_epochs": 3}
+        run = make(tmp_path / "run", RolloutConfig(), max_completion_length=100, **options)
+        run.trainer.add_callback(Killing(held.process))
+        with pytest.raises(RolloutError, match="failed while it worked ahead"):
+            run.trainer.train()
+    assert len(run.batches) == len(run.logged("reward")) == 2
+
+
 PROGRAM = """
 import json, os, sys
 from specrl.rollout.config import RolloutConfig
 from tests.trainers.grpo.scripts import train
 halved = {"per_device_train_batch_size": 2, "ddp_backend": "gloo", "num_train_epochs": 2, "max_completion_length": 60}
-server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": os.environ["SERVER"]}
+given, fill = json.loads(os.environ["VLLM"]), json.loads(os.environ.get("FILL", '"auto"'))
 found = []
 for ahead in ("auto", "off"):
-    run = train(f"{sys.argv[1]}/{ahead}", RolloutConfig(ahead=ahead), **halved, **server)
+    config = RolloutConfig(ahead=ahead, fill=fill if ahead == "auto" else "auto")
+    run = train(f"{sys.argv[1]}/{ahead}", config, **halved, **given)
     begun = [text is not None for batch in run.training for text in batch.turns[0].batch.ahead]
     found.append({"tokens": [batch.tokens for batch in run.batches], "loss": run.logged("loss"), "begun": sum(begun)})
 print(json.dumps(found), file=open(f"{sys.argv[1]}/rank{os.environ['RANK']}.json", "w"))
@@ -126,7 +154,19 @@ print(json.dumps(found), file=open(f"{sys.argv[1]}/rank{os.environ['RANK']}.json
 @pytest.mark.long
 def test_a_server_works_ahead_for_two_processes(server, tmp_path):
     """The first one sends the rows of both, and each gets the texts of its own."""
-    for auto, off in by_two_processes(tmp_path, PROGRAM, 600, SERVER=server)[0]:
+    given = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server}
+    for auto, off in by_two_processes(tmp_path, PROGRAM, 600, VLLM=json.dumps(given))[0]:
+        assert (auto["tokens"], auto["loss"]) == (off["tokens"], off["loss"])
+        assert auto["begun"] > off["begun"] == 0
+
+
+@pytest.mark.long
+def test_colocated_engines_of_two_processes_begin_the_next_batch(tmp_path):
+    given = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 300}
+    given |= {"vllm_gpu_memory_utilization": 0.1}
+    environment = {name: value for name, value in ENVIRONMENT.items() if os.environ.get(name) != value}
+    reports, _ = by_two_processes(tmp_path, PROGRAM, 600, VLLM=json.dumps(given), FILL="64", **environment)
+    for auto, off in reports:
         assert (auto["tokens"], auto["loss"]) == (off["tokens"], off["loss"])
         assert auto["begun"] > off["begun"] == 0
 

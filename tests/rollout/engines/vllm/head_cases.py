@@ -1,19 +1,14 @@
 """vLLM drafts with a head on the policy's hidden states. test_vllm_v2.py runs this file under vllm_shim."""
 # ruff: noqa: F811 - the fixture of device_cases, which tests name as an argument
 
-import json
-import time
 from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
-from benchmarks import ablation
-from benchmarks.research import vllm_head
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import Head
@@ -21,7 +16,6 @@ from specrl.rollout.engines.vllm import planned_model, planned_v2, sampler, work
 from specrl.rollout.engines.vllm.weights import described
 from specrl.rollout.engines.weights import WeightCheck
 from specrl.rollout.types import RolloutError
-from specrl.tiny import load_tiny
 from specrl.trainers.weights import PolicyWeights
 from tests.rollout.engines.local.test_head import LENGTH, by_hand
 from tests.rollout.engines.vllm.device_cases import acceptance, engine_of  # noqa: F401 - a fixture
@@ -203,28 +197,6 @@ def test_it_is_a_speculator_of_vllms_too(engine_of, case, heads):
     assert differing(done, want, 1e-4) == []
     (drafted, accepted) = stats.sources["eagle"]
     assert accepted > 0.2 * drafted
-
-
-def test_the_counts_of_the_ablation_run_to_their_end(tmp_path, monkeypatch, capsys):
-    """At their smallest size. Their figures and verdict are in benchmarks/research."""
-    model, _ = load_tiny()
-    Head.of(model).save_pretrained(tmp_path / "head")
-    monkeypatch.setattr(ablation, "REGIMES", {"little drift": 0.02})
-    monkeypatch.setattr(vllm_head, "KINDS", {"head + texts": vllm_head.KINDS["head + texts"]})
-    monkeypatch.setattr(vllm_head, "COUNTED", 2)
-    for module, replaced in (
-        (time, "perf_counter"),
-        (Scheduler, "update_from_output"),
-        (planned_v2, "propose_with_model"),
-    ):
-        monkeypatch.setattr(module, replaced, getattr(module, replaced))  # what the script replaces is put back
-    config = vllm_head.VLLMHeadConfig(drafter=str(tmp_path / "head"), rows=[2], tokens=4, out=str(tmp_path / "out"))
-    assert vllm_head.main(config) == 0
-    (cell,) = json.loads((tmp_path / "out").read_text())["cells"]
-    assert cell["passes"]["head"] >= cell["passes"]["policy"] >= 2
-    assert cell["computed"] == 2 * cell["passes_a_row"] + sum(
-        drafted for drafted, _ in cell["drafted_accepted"].values()
-    )
 
 
 def test_a_head_of_another_policy_is_refused_before_anything_is_loaded(saved, heads, tmp_path):
