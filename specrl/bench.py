@@ -106,13 +106,16 @@ class Result:
     def advice(self) -> str:
         """One sentence: whether specrl pays for this policy, and what to switch on."""
         old, coupled = self.timings
-        ahead = "set cluster.num_workers, whose workers roll out ahead, or rollout.twin in a sweep of one seed"
+        ahead = (
+            "it comes from rollouts ahead, which GPUs have by default and CPUs with cluster.num_workers, or from "
+            "rollout.twin in a sweep of one seed"
+        )
         if old.least > PAYS:
             more = f"; with text under the same key {coupled.speedup:.2f}x: {ahead}" * (coupled.least > old.most)
             return f"It pays: with its defaults specrl makes these rollouts {old.speedup:.2f}x as fast{more}."
         if coupled.least > PAYS:
             return (
-                f"Old text does not pay, text under the same key does ({coupled.speedup:.2f}x): {ahead}. Without them "
+                f"Old text does not pay, text under the same key does ({coupled.speedup:.2f}x): {ahead}. Without it "
                 "rollout.acceptance=off trains the same weights in the same time."
             )
         return "It does not pay here. rollout.acceptance=off trains the same weights without drafts."

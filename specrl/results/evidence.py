@@ -21,7 +21,7 @@ VERSIONS = ("torch", "transformers", "vllm", "ray")
 """Packages whose version decides how long a step takes."""
 MAY_DIFFER = re.compile(
     r"name|output_dir|resume|report\..*|trainer\.((save|keep|eval|log)_.*|drafter\..*)"
-    r"|rollout\.(acceptance|ahead|sources|drafter|twin|measure_every|budget\..*|cache\..*)"
+    r"|rollout\.(acceptance|ahead|fill|sources|draft_tokens|drafter|twin|measure_every|cache\..*)"
 )
 """Options that may differ between a run and its baseline: they configure speculation or do not affect a step's time."""
 LENGTH_GAP = 0.02  # a larger relative difference in mean response length can fake or hide a speedup
