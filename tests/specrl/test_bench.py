@@ -81,7 +81,7 @@ def test_the_step_is_the_first_of_adamw(old):
     ("old", "coupled", "said"),
     [
         ((2.8, 2.3, 3.1), (2.9, 2.5, 3.2), "2.80x as fast."),
-        ((1.2, 1.1, 1.3), (2.5, 2.1, 2.9), "with text under the same key 2.50x: set cluster.num_workers"),
+        ((1.2, 1.1, 1.3), (2.5, 2.1, 2.9), "with text under the same key 2.50x: it comes from rollouts ahead"),
         ((1.06, 1.04, 1.08), (2.2, 2.0, 2.4), "Old text does not pay, text under the same key does (2.20x)"),
         ((0.99, 0.97, 1.0), (1.0, 0.9, 1.1), "It does not pay here."),
     ],
