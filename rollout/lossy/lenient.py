@@ -54,7 +54,7 @@ def accept_lenient(logp_new: Tensor, logp_old: Tensor, u: Tensor, lenience: floa
     """Accepted prefix under SPEC-RL's published rule: token i is accepted with probability min(1, l * p_new / p_old).
 
     Algorithm 1 of SPEC-RL (arXiv 2509.23232). After the first rejection the caller samples from p_new, not from the
-    residual, so the output is biased towards the old policy even at l = 1; see docs/guarantees.md.
+    residual, so the output is biased towards the old policy even at l = 1; see docs/lossy.md.
 
     Args:
         logp_new, logp_old: log-probs of the drafted tokens under the current policy and under the one that sampled

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from specrl.trainers.setup import Setup
 
 STATE = "ppo.safetensors"
-"""The file of a checkpoint with the critic's weights and the KL weight."""
+"""The file of a checkpoint with the critic's weights."""
 
 
 class PPOTrainer(GRPOTrainerWithReuse):
