@@ -85,13 +85,17 @@ class Listen(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(module, "LOGITS_MB", 1)
+
+
 # On a CPU: bitwise equality -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
 @pytest.mark.parametrize("n", [1, 3, 17])
-def test_a_packed_draw_is_that_of_noise(law, n, monkeypatch):
-    monkeypatch.setattr(module, "LOGITS_MB", 1)
+def test_a_packed_draw_is_that_of_noise(law, n):
     layer, given = head(), asked(n)
     draw = Sampler(layer, SamplingParams(frozenset(), *law))
     assert draw.rows == 2**20 // (VOCAB * 16) == 15, "17 rows are two chunks"
@@ -140,7 +144,6 @@ def test_a_fault_in_the_draw_is_seen(fault, monkeypatch):
 def test_on_cuda_a_chunk_is_a_product_and_a_draw(law, monkeypatch):
     """No sort or noise of the vocabulary's size outside the kernel, no synchronisation, and float32 logits."""
     monkeypatch.setattr(module, "free_bytes", lambda device: 0)
-    monkeypatch.setattr(module, "LOGITS_MB", 1)
     with FakeTensorMode():
         draw = Sampler(fake_head(), SamplingParams(frozenset(), *law))
         given = fake_asked(100)
@@ -221,8 +224,7 @@ def test_a_cpu_says_why_it_rounds():
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_trimmed_draw_is_the_whole_one_without_the_other_ids(law, bias, monkeypatch):
-    monkeypatch.setattr(module, "LOGITS_MB", 1)
+def test_a_trimmed_draw_is_the_whole_one_without_the_other_ids(law, bias):
     layer, given, ids = head(bias), asked(40), np.arange(7, VOCAB, 13)
     trimmed = TrimmedSampler(layer, SamplingParams(frozenset(), *law), len(ids))
     with torch.inference_mode():
@@ -243,11 +245,11 @@ def test_a_trimmed_draw_is_the_whole_one_without_the_other_ids(law, bias, monkey
 
 
 def test_chunks_take_what_they_may(monkeypatch):
+    draw = Sampler(head(), SamplingParams(frozenset()))
+    assert draw.bytes == 15 * VOCAB * 16 <= 2**20
+    monkeypatch.undo()
     assert rows_per_chunk(151936) == 110
     assert rows_per_chunk(151936, free=0) == 441, "four bytes a logit, as nothing else is stored"
     assert rows_per_chunk(151936, free=64 * 2**30) == 7067
     assert rows_per_chunk(151936, free=64 * 2**30) * 151936 * 4 <= 4 * 2**30
     assert rows_per_chunk(10**9) == rows_per_chunk(10**9, free=0) == 1
-    monkeypatch.setattr(module, "LOGITS_MB", 1)
-    draw = Sampler(head(), SamplingParams(frozenset()))
-    assert draw.bytes == 15 * VOCAB * 16 <= 2**20
