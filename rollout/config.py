@@ -57,7 +57,6 @@ class RolloutConfig:
         0,
         "draft tokens per row and pass. 0 chooses by measured cost and acceptance, with engine=vllm up to 32, and 8 of "
         "a draft model; fewer if memory is short",
-        high=127,
     )
     trained: str = doc("", "directory of the judge of acceptance=judged, or of the router of routed.by=arbitrage")
     drafter: str = doc(
@@ -157,6 +156,8 @@ class RolloutConfig:
             yield f"{drafts}. Try rollout.vllm.runner=auto."
 
     def _vllm_problems(self) -> Iterator[str]:
+        if self.draft_tokens > 127:
+            yield "<rollout.draft_tokens> is more than a step of vLLM verifies for a row. Try rollout.draft_tokens=127."
         if self.lossy and (elsewhere := self.vllm.on_device or self.planned):
             conflict = f"<rollout.acceptance> accepts drafts in one process, and {elsewhere} in vLLM's workers"
             stored_only = self.acceptance == "judged" and elsewhere == f"rollout.drafter={self.drafter}"

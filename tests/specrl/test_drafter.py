@@ -35,7 +35,7 @@ from tests.engines import local
 SMALL = DrafterOptions(out="", layers=1, steps=60, batch=8, rollout=RolloutConfig(max_new_tokens=96))
 
 
-TINY = "prompts=16", "steps=2", "batch=8", "rollout.max_new_tokens=16", "data=arithmetic:easy", "device=cpu"
+TINY = "prompts=16", "steps=2", "batch=8", "rollout.max_new_tokens=16", "device=cpu"
 
 
 def command(*words: str) -> int:
@@ -150,7 +150,7 @@ def test_distilling_on_shuffled_targets_does_not(policy, texts, held_out):
 @pytest.mark.parametrize("kind", ["model", "head"])
 def test_the_command_writes_what_drafts(policy, tmp_path, kind):
     out = tmp_path / "drafter"
-    assert command(f"out={out}", f"kind={kind}", *TINY) == 0
+    assert command(f"out={out}", f"kind={kind}", "data=arithmetic:easy", *TINY) == 0
     assert not list(out.rglob("*.bin"))
     student = AutoModelForCausalLM.from_pretrained(out) if kind == "model" else Head.load(out, policy[0])
     requests = [Request(policy[1](p.prompt).input_ids, i, 12) for i, p in enumerate(arithmetic("test", 4, 0, "easy"))]

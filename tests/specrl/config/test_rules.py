@@ -94,6 +94,7 @@ WRONG = [
         "rollout.vllm.speculator=ngram_gpu",
         "rollout.vllm.runner=auto.",
     ),
+    (f"{VLLM} rollout.draft_tokens=128", "rollout.draft_tokens=128", "rollout.draft_tokens=127."),
     (f"{VLLM} rollout.vllm.speculator=text", "rollout.vllm.speculator", "texts?"),
     (f"{VLLM} rollout.vllm.speculator=draft_model=x", "rollout.vllm.speculator=draft_model=x", "rollout.drafter=x."),
     (f"{VLLM} rollout.vllm.speculator=device {LENIENT}", "rollout.vllm.speculator=device", "rollout.acceptance=exact."),
