@@ -52,10 +52,6 @@ def test_transformers(tmp_path):
     equal(tmp_path)
 
 
-def test_adapters(tmp_path):
-    equal(tmp_path, lora__rank=4, trainer__learning_rate=1e-3)
-
-
 def test_vllm(tmp_path):
     pytest.importorskip("vllm", reason="needs the vllm extra")
     options = {"rollout__engine": "vllm", "rollout__kv_cache_mb": 256, "rollout__vllm__draft_tokens": 8}

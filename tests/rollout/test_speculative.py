@@ -62,22 +62,6 @@ def by_slot(rows, batch) -> dict:
 # Keys, samples and requests -------------------------------------------------------------------------------------
 
 
-def test_slots_count_occurrences_and_keys_derive_from_them():
-    rollout = fake()
-    rows = rows_of("a", "b", "a", "c", "a", "b")
-    batch = rollout.generate(rows, visit=2, step=9)
-    assert batch.sample_indices == [0, 0, 1, 0, 2, 1]
-    assert batch.keys == [derive_key(SEED, r.example_id, s, 2) for r, s in zip(rows, batch.sample_indices, strict=True)]
-    assert [q.key for q in rollout.engine.asked] == batch.keys
-    assert [q.max_new_tokens for q in rollout.engine.asked] == [8] * 6
-    assert len(set(batch.keys)) == 6
-    given = rollout.generate(rows, visit=2, step=9, sample_indices=[5, 0, 6, 0, 7, 1])
-    assert given.sample_indices == [5, 0, 6, 0, 7, 1]
-    assert given.keys[1] == batch.keys[1]
-    assert given.keys[0] != batch.keys[0]
-    assert fake(seed=12).generate(rows, visit=2, step=9).keys[0] != batch.keys[0]
-
-
 def test_the_whole_stage_is_timed_drafting_included(monkeypatch):
     """Reported savings are net because drafting is included in the time."""
     clock = SimpleNamespace(now=100.0)
@@ -265,10 +249,6 @@ def test_unchanged_rows_are_those_whose_stored_text_came_again():
     assert rollout.generate(rows, visit=1, step=1).unchanged == [True, False, False]
     other_slots = rollout.generate(rows, visit=1, step=1, sample_indices=[1, 1, 1])
     assert other_slots.unchanged == [False] * 3, "a sibling's text is not the sample_index's own"
-
-
-def test_an_empty_batch():
-    assert fake(cache=cache_of()).generate([], visit=0, step=0).completions == []
 
 
 # The real engine over several visits ----------------------------------------------------------------------------------

@@ -6,9 +6,7 @@ with its exact probability. Old and new policy are unrelated, so a bias would be
 
 import itertools
 import math
-from array import array
 from collections import Counter
-from functools import partial
 
 import numpy as np
 import pytest
@@ -22,30 +20,12 @@ from specrl.rollout.keys import derive_key
 from specrl.rollout.lossy.lenient import accept_lenient
 from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import Request
-from specrl.rollout.verify import accept_exact, cut
+from specrl.rollout.verify import cut
 from tests.engines import local
 from tests.rollout.golden import Script
 from tests.rollout.test_noise import chi_square, critical
 
 # By hand --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("draws", "draft", "accepted"),
-    [
-        ([], [], 0),
-        ([5], [], 0),
-        ([5, 6], [5], 1),
-        ([5, 6], [6], 0),
-        ([5, 6, 7, 8], [5, 6, 7], 3),
-        ([5, 6, 7, 8], [5, 0, 7], 1),  # tokens that agree after a difference do not count
-        ([5, 6, 7], [5, 6, 7], 3),
-        ((5, 6), (5, 6), 2),
-    ],
-)
-def test_accept_exact(draws, draft, accepted):
-    for drawn, drafted in itertools.product((list, tuple, partial(array, "I")), repeat=2):
-        assert accept_exact(drawn(draws), drafted(draft)) == accepted
 
 
 @pytest.mark.parametrize(

@@ -95,17 +95,3 @@ def drafters(texts):
     shifted = [list(text[i % 3 :]) or [9] for i, text in enumerate(noisy)]
     groups = [PromptTexts([*shifted[i : i + 4], list(texts[i - 1])]) for i in range(0, len(texts), 4)]
     return [SuffixDrafter(groups[i // 4], text) for i, text in enumerate(shifted)]
-
-
-def differing(done, want, rows=None):
-    """Rows whose tokens or finish reason differ, or whose log-probs differ by more than rounding."""
-    assert len(done) == len(want)
-    return [
-        i
-        for i, (a, b) in enumerate(zip(done, want, strict=True))
-        if (rows is None or i in rows)
-        and (
-            (a.tokens, a.finish) != (b.tokens, b.finish)
-            or max((abs(x - y) for x, y in zip(a.logprobs, b.logprobs, strict=True)), default=0) > 1e-5
-        )
-    ]

@@ -26,6 +26,7 @@ from specrl.rollout.types import EngineStats, RolloutError
 from specrl.rollout.workers.ahead import following
 from specrl.rollout.workers.pool import RolloutPool
 from specrl.run.cluster import connect
+from tests.rollout.golden import differing
 from tests.rollout.workers.faulty import (
     DEADLY,
     EOS_IDS,
@@ -33,7 +34,6 @@ from tests.rollout.workers.faulty import (
     SLOW,
     build,
     build_deaf,
-    differing,
     drafters,
     noted,
     requests_of,

@@ -25,7 +25,7 @@ needs_vllm = [
 CONTEXT = 128
 """Tokens: an engine scores a text of as many when it starts."""
 TEXT = tuple(2 + i * 7 % 50 for i in range(60))
-MANY_BLOCKS = [([3 + i, *(4 + j % 50 for j in range(90))], 12) for i in range(18)]
+MANY_BLOCKS = [([3 + i, *(4 + j % 50 for j in range(90))], 8) for i in range(18)]
 """Of KV: three a row for its prompt, four with its response; a MB holds 64."""
 
 
