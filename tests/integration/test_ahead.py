@@ -27,7 +27,6 @@ RUNS = {
         "trainer__eval_prompts": 4,
     },
     "a last batch that is left out": {"dataset__train_size": 6, "trainer__epochs": 2},
-    "no old text": {"rollout__sources": "[]", "trainer__epochs": 1},
 }
 
 

@@ -126,9 +126,7 @@ def test_control_steps_change_nothing():
 
 
 FILLED = {
-    "grpo": {},
     "dapo, refills": DYNAMIC,
-    "ppo": {"config": "ppo_math", **MANY},
     "two updates, small passes": MANY | VARIANTS["two updates, narrow sampling, small passes"],
     "evaluations and control steps between": {
         "trainer__eval_every": 1,

@@ -107,8 +107,7 @@ def test_responses_are_those_of_a_rollout_without(drifting, passes, replay):
         assert all(0 < line["spec/ahead_unchanged_ratio"] < 1 for line in metrics[1:])
 
 
-@pytest.mark.parametrize("replay", [0.0, 0.5])
-@pytest.mark.parametrize("fill", [10, 32, 150])
+@pytest.mark.parametrize(("fill", "replay"), [(10, 0.5), (32, 0.0), (150, 0.5)])
 def test_rows_of_the_next_batch_that_join_passes_change_no_response(drifting, fill, replay):
     responses, metrics = trained(drifting, lambda engine: engine, replay, fill=fill)
     assert responses == plainly(drifting, replay=replay)
