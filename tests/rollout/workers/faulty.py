@@ -1,4 +1,4 @@
-"""Engines that fail on some prompts, and requests that make them fail. Worker processes import this module."""
+"""Engines that fail on some prompts or collect weights, and requests. Worker processes import this module."""
 
 import os
 import random
@@ -74,6 +74,32 @@ class Deaf(Faulty):
 
 def build_deaf(spec):
     return Deaf(build_engine(spec), Path(spec.model))
+
+
+class Collected:
+    """Records the weights that it receives, and loads them into a transformers engine."""
+
+    def __init__(self, engine):
+        self.engine, self.gpus, self.joined, self.weights = engine, (f"GPU of {os.getpid()}",), [], None
+
+    def join(self, route, init):
+        self.joined.append((route, init["rank_offset"]))
+
+    def begin_update(self, version, metadata):
+        self.expected, self.weights = [meta.name for meta in metadata], {}
+
+    def receive(self, update):
+        self.weights |= update
+
+    def finish_update(self, version, probe):
+        assert list(self.weights) == self.expected
+        self.engine.update_weights(self.weights.items(), version, probe)
+
+
+def build_linked(spec):
+    engine = build_engine(spec)
+    engine.updates = Collected(engine)
+    return engine
 
 
 def requests_of(n=24, visit=0, marks=(), drafts=None):

@@ -59,8 +59,9 @@ def _trusting(key, draft, samples) -> Accepted:
     return Accepted([*draft.tokens, samples.tokens[-1]], samples.logprobs, samples.logprobs, len(draft.tokens))
 
 
+@on_v1
 def test_requests_of_others_are_vllms_own(served, requests, plain):
-    """Greedy ones, whose tokens are known, in one batch with keyed ones that draft."""
+    """Greedy ones, whose tokens are known, in one batch with keyed ones that draft. On V2: served_cases.py."""
     greedy = tokens(served.ask(requests, keyed=False, temperature=0.0))
     keyed = [(list(r.prompt), served.params(r, [text])) for r, text in zip(requests, plain[0], strict=True)]
     theirs = [(list(r.prompt), served.vllm_params(r, temperature=0.0, logprobs=2)) for r in requests]
