@@ -32,7 +32,6 @@ from tests.rollout.test_noise import chi_square, critical
     ("p_new", "p_old", "u", "lenience", "accepted"),
     [
         ([], [], [], 1.0, 0),
-        ([0.5], [0.5], [0.999999], 1.0, 1),  # the same policy accepts everything
         ([0.4, 0.1], [0.2, 0.2], [0.99, 0.49], 1.0, 2),
         ([0.4, 0.1], [0.2, 0.2], [0.99, 0.51], 1.0, 1),  # min(1, 0.1 / 0.2)
         ([0.1, 0.9], [0.2, 0.2], [0.51, 0.01], 1.0, 0),  # nothing after the first rejection

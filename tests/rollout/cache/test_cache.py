@@ -23,15 +23,6 @@ def contents(cache: TrajectoryCache, examples, sample_indices=range(8)) -> dict:
     return {(e, s): t for e in examples for s in sample_indices if (t := cache.get(e, s)) is not None}
 
 
-def test_siblings_are_newest_first_and_leave_one_out():
-    cache = empty()
-    for sample_index, step in [(2, 5), (0, 4), (1, 5), (3, 1)]:
-        cache.put("a", sample_index, trajectory(step=step, seed=sample_index))
-    assert [t.key for t in cache.siblings("a")] == [1, 2, 0, 3]
-    assert [t.key for t in cache.siblings("a", but=2)] == [1, 0, 3]
-    assert cache.siblings("b") == []
-
-
 def test_counters_never_go_back():
     cache = empty()
     cache.put("a", 0, trajectory(step=7))
