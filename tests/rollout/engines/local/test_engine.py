@@ -145,10 +145,10 @@ def test_the_cap_is_exact_and_eos_at_the_cap_is_a_stop(tiny):
     (text, _, _) = reference(model, requests_of([([8, 9], 12)]), free)[0]
     eos = text[5]
     first = text.index(eos) + 1
+    engine = engine_of(model, SamplingParams(frozenset({eos})), window=16)
     for cap in range(1, 13):
         for draft in (None, Script(text), Script(text[:first] + [3] * 9), Script(all_wrong(text))):
-            sampling = SamplingParams(frozenset({eos}))
-            (c,), _ = engine_of(model, sampling, window=16).generate(requests_of([([8, 9], cap)], [draft]))
+            (c,), _ = engine.generate(requests_of([([8, 9], cap)], [draft]))
             assert c.tokens == text[: min(cap, first)]
             assert c.finish == ("stop" if cap >= first else "length")
 
