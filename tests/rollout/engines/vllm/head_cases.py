@@ -105,27 +105,31 @@ def test_it_drafts_what_the_head_drafts_by_hand(engine_of, case, heads, guesses)
 
 @pytest.fixture(scope="session")
 def planned(heads, saved):
-    """An engine whose scheduler carries the drafts of texts and of the head, which samples among 30 ids."""
-    engine = start(spec_of(saved("qwen3")[1], drafter=heads, draft_tokens=8, drafter_vocab=30))
-    yield engine
-    close(engine)
-
-
-def test_it_drafts_beside_texts_and_runs_as_often_as_rows_can_use_its_tokens(planned, case, monkeypatch):
-    """Where no row drafts, the head makes no pass."""
-    *_, cases, want = case
-    texts = [Script(tokens) if i % 2 else None for i, (tokens, _, _) in enumerate(want)]
+    """(engine, asked): an engine whose scheduler carries the drafts of texts and of the head, which samples among 30
+    ids, and for how many tokens the head was asked.
+    """
     asked, propose = [], EagleSpeculator.propose
 
     def record(*arguments, **options):
         asked.append(options.get("num_speculative_tokens"))
         return propose(*arguments, **options)
 
-    monkeypatch.setattr(EagleSpeculator, "propose", record)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EagleSpeculator, "propose", record)
+        engine = start(spec_of(saved("qwen3")[1], drafter=heads, draft_tokens=8, drafter_vocab=30))
+        yield engine, asked
+        close(engine)
+
+
+def test_it_drafts_beside_texts_and_runs_as_often_as_rows_can_use_its_tokens(planned, case, monkeypatch):
+    """Where no row drafts, the head makes no pass."""
+    *_, cases, want = case
+    engine, asked = planned
+    texts = [Script(tokens) if i % 2 else None for i, (tokens, _, _) in enumerate(want)]
     counts = {}
     for plain in (True, False):
         asked.clear()
-        done, _ = planned.generate([replace(request, plain=plain) for request in requests_of(cases)])
+        done, _ = engine.generate([replace(request, plain=plain) for request in requests_of(cases)])
         assert differing(done, want, 1e-4) == []
         counts[plain] = [*asked]
     assert counts[True] == []
@@ -133,24 +137,25 @@ def test_it_drafts_beside_texts_and_runs_as_often_as_rows_can_use_its_tokens(pla
     most = planned_v2.MODEL_TOKENS
     monkeypatch.setattr(planned_model.ModelDrafts, "proposes", lambda model, rows: most)
     asked.clear()
-    planned.generate([replace(request, plain=True) for request in requests_of(cases)])
+    engine.generate([replace(request, plain=True) for request in requests_of(cases)])
     assert {*asked} == {most}, "control"
     monkeypatch.undo()
     for drafters in (texts, texts):
-        done, stats = planned.generate(requests_of(cases, drafters))
+        done, stats = engine.generate(requests_of(cases, drafters))
         assert differing(done, want, 1e-4) == []
     assert all(stats.sources[source][1] > 0 for source in ("model", "custom"))
 
 
 def test_it_samples_among_the_ids_that_the_texts_use_most(planned, case, guesses, monkeypatch):
     *_, cases, want = case
+    engine, _ = planned
     texts = [text for (prompt, _), (tokens, _, _) in zip(cases, want, strict=True) for text in (prompt, tokens)]
     used = EOS_IDS.union(*texts)
 
     def accepted() -> float:
-        planned.generate(requests_of(cases))  # it counts the ids of the responses
+        engine.generate(requests_of(cases))  # it counts the ids of the responses
         guesses.clear()
-        done, stats = planned.generate(requests_of(cases))
+        done, stats = engine.generate(requests_of(cases))
         assert differing(done, want, 1e-4) == []
         return stats.sources["model"][1] / stats.sources["model"][0]
 
