@@ -27,11 +27,12 @@ REAL = {
     "dataset__train_size": 2,
     "dataset__test_size": 2,
     "rollout__group_size": 2,
-    "rollout__max_new_tokens": 16,
+    "rollout__max_new_tokens": 10,
     "rollout__replay": 0.5,  # both kinds of drafts
     "trainer__epochs": 2,
     "trainer__prompts_per_step": 1,
     "trainer__rows_per_pass": 2,
+    "trainer__save_every": 0,
     "trainer__learning_rate": 1e-5,
 }
 
