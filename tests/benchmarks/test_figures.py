@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from PIL import Image
 
-from benchmarks import pages
+from benchmarks import pages, picture
 from benchmarks.figures import FIGURES, Figure, measure
 from specrl.config.options import ConfigError
 
@@ -53,3 +54,31 @@ def test_all_figures_are_of_one_commit_and_every_file_is_a_figure():
         assert len({files[name]["commit"] for name in FIGURES if of[name] == family}) == 1
     for name, figure in FIGURES.items():
         assert len(files[name]["commands"]) == len(figure.commands), name
+
+
+# Pictures -------------------------------------------------------------------------------------------------------------
+
+
+PICTURES = pytest.mark.parametrize(
+    ("path", "values", "faulty"),
+    [
+        (picture.PATH, "bars", ("rival", lambda name: "9.99x")),
+        (picture.KINDS_PATH, "lines", ("load", lambda name: {"result": {"lines": []}})),
+    ],
+)
+
+
+def differs(path, values) -> bool:
+    kept = json.loads(Image.open(path).text[picture.KEY])
+    return kept != json.loads(json.dumps(getattr(picture, values)()))
+
+
+@PICTURES
+def test_it_shows_what_the_files_hold(path, values, faulty):
+    assert not differs(path, values), "python -m benchmarks.figures draws it"
+
+
+@PICTURES
+def test_planted_fault_another_figure_is_seen(path, values, faulty, monkeypatch):
+    monkeypatch.setattr(picture, *faulty)
+    assert differs(path, values)

@@ -69,8 +69,15 @@ def mine(tmp_path):
 
 
 @pytest.mark.long
-def test_a_config_brings_its_prompts_engine_and_sampling(mine, tmp_path, capsys):
-    out = tmp_path / "out.json"
+def test_a_config_brings_its_prompts_one_engine_and_its_sampling(mine, tmp_path, monkeypatch, capsys):
+    """One engine for all cases: vLLM's sleep mode takes one a process."""
+    built, out = [], tmp_path / "out.json"
+
+    def build(*arguments):
+        built.append(build_engine(*arguments))
+        return built[-1]
+
+    monkeypatch.setattr("specrl.rollout.build.build_engine", build)
     words = [f"config={mine}", "rows=4", "repeats=1", "rollout.top_k=3", f"out={out}"]
     assert command(words) == 0
     assert "4 rows, tiny, fp32, transformers" in capsys.readouterr().out
@@ -83,27 +90,12 @@ def test_a_config_brings_its_prompts_engine_and_sampling(mine, tmp_path, capsys)
         ("useless drafts", 4, 0),
     ]
     bench, tokenizer = prepare(load(words, PairConfig, training=False))
+    assert len(built) == 1, "none before it is asked for"
+    assert bench.engine is bench.engine is built[1]
     assert " many" in tokenizer.decode(bench.rows[0].prompt), "the file's question"
     assert (len(bench.rows), len({row.example_id for row in bench.rows})) == (4, 2)
     rollout = bench.spec.rollout
     assert (rollout.temperature, rollout.top_k, rollout.max_new_tokens) == (0.5, 3, 6)
-
-
-@pytest.mark.long
-def test_all_cases_share_one_engine(mine, monkeypatch):
-    """vLLM's sleep mode takes one a process."""
-    built = []
-
-    def build(*arguments):
-        built.append(build_engine(*arguments))
-        return built[-1]
-
-    monkeypatch.setattr("specrl.rollout.build.build_engine", build)
-    assert command([f"config={mine}", "rows=2", "repeats=1"]) == 0
-    assert len(built) == 1
-    bench, *_ = prepare(options(f"config={mine}", "rows=2"))
-    assert len(built) == 1, "none before it is asked for"
-    assert bench.engine is bench.engine is built[1]
 
 
 def test_without_a_config_it_benches_as_many_problems_as_the_rows_take():

@@ -2,25 +2,8 @@
 
 import pytest
 
-from benchmarks.replay import ReplayOptions, main, read_run, summarise
-from specrl.config import load as cli
+from benchmarks.replay import read_run, summarise
 from specrl.results.records import load_run
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "run is missing"),
-        (["run=no-such-run"], "No run at no-such-run."),
-        (["path=x"], "Unknown option 'path'."),
-        (["run=.", "sources=[prio]"], "sources has 'prio'"),
-    ],
-)
-def test_mistakes_are_one_line(words, message, capsys):
-    assert cli.run(main, words, ReplayOptions) == cli.USAGE_ERROR
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {message}")
-    assert error.count("\n") == 1
 
 
 @pytest.mark.long

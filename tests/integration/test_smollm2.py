@@ -26,11 +26,13 @@ REAL = {
     "data": "arithmetic:single",
     "dataset__train_size": 2,
     "dataset__test_size": 2,
-    "rollout__max_new_tokens": 16,
+    "rollout__group_size": 2,
+    "rollout__max_new_tokens": 10,
     "rollout__replay": 0.5,  # both kinds of drafts
     "trainer__epochs": 2,
     "trainer__prompts_per_step": 1,
-    "trainer__rows_per_pass": 4,
+    "trainer__rows_per_pass": 2,
+    "trainer__save_every": 0,
     "trainer__learning_rate": 1e-5,
 }
 
@@ -44,16 +46,12 @@ def equal(folder, **options) -> Recording:
     off, exact = real(folder, "off", **options), real(folder, "exact", **options)
     assert differences(off, exact) == []
     assert sum(step.reuse for step in exact.steps[2:]) > 0, "the second epoch drafts from the first"
-    assert len({tuple(row) for step in exact.steps for row in step.tokens}) > 8
+    assert len({tuple(row) for step in exact.steps for row in step.tokens}) > 4
     return exact
 
 
 def test_transformers(tmp_path):
     equal(tmp_path)
-
-
-def test_adapters(tmp_path):
-    equal(tmp_path, lora__rank=4, trainer__learning_rate=1e-3)
 
 
 def test_vllm(tmp_path):

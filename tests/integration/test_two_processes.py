@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specrl.results.records import read_records
-from tests.runs import by_two_processes, drafter, policy, run, start_two_processes, words
+from tests.runs import by_two_processes, policy, run, start_two_processes, words
 
 pytestmark = pytest.mark.long
 OPTIONS = {"rollout__replay": 0.5, "trainer__epochs": 2, "trainer__save_every": 4, "trainer__eval_prompts": 4}
@@ -112,10 +112,6 @@ def launched(tmp_path_factory):
         ("rest", {"name": "cut", "resume": "auto"}),
         ("dapo", DAPO | {"name": "dapo"}),
         ("ppo", PPO | {"name": "ppo"}),
-        (
-            "trained",
-            {"name": "trained", "rollout__drafter": drafter(folder / "draft"), "trainer__drafter__train": "true"},
-        ),
         ("slow", SLOW | {"name": "slow", "rollout__fill": 64}),
         ("plain", SLOW | {"name": "plain", "rollout__acceptance": "off"}),
     ]
@@ -145,8 +141,9 @@ def test_both_took_part_and_end_with_the_same_weights_and_the_same_cache(launche
         assert all(step["reuse"] > 0.1 for step in report["steps"][3:])
 
 
-@pytest.mark.parametrize(("name", "off"), [("exact", "off"), ("ahead", "off"), ("trained", "off"), ("slow", "plain")])
+@pytest.mark.parametrize(("name", "off"), [("exact", "off"), ("ahead", "off"), ("slow", "plain")])
 def test_it_is_the_run_without_speculation(launched, name, off):
+    """With a drafter that is trained: test_sharded.py."""
     for a, b in zip(launched[name], launched[off], strict=True):
         for x, y in zip(a["steps"], b["steps"], strict=True):
             assert (x["rows"], x["tokens"], x["rewards"]) == (y["rows"], y["tokens"], y["rewards"])

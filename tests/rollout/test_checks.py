@@ -19,7 +19,7 @@ from specrl.rollout.engines.base import EngineSpec, SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.keys import derive_key
 from specrl.rollout.lossy.lenient import lenient
-from specrl.rollout.sections import CacheConfig, VLLMConfig
+from specrl.rollout.sections import VLLMConfig
 from specrl.rollout.types import Request, RolloutError, Row
 
 NAN = math.nan
@@ -34,17 +34,13 @@ def refusal(act) -> str:
 
 WRONG = [
     # config, the option named in the message, the suggested value
-    (RolloutConfig(temperature=-1), "rollout.temperature=-1", "rollout.temperature=0."),
     (RolloutConfig(temperature=NAN), "rollout.temperature=nan", "rollout.temperature=0."),
     (RolloutConfig(temperature="1"), "rollout.temperature='1'", "a number"),
-    (RolloutConfig(acceptance="Exact"), "rollout.acceptance='Exact'", "'exact'?"),
     (RolloutConfig(acceptance=None), "rollout.acceptance=None", "exact, off"),
     (RolloutConfig(engine="hf"), "rollout.engine='hf'", "transformers, vllm"),
-    (RolloutConfig(lenience=NAN), "rollout.lenience=nan", "rollout.lenience=0."),
     (RolloutConfig(max_new_tokens=12.0), "rollout.max_new_tokens=12.0", "a whole number"),
     (RolloutConfig(sources="prefix"), "rollout.sources='prefix'", "rollout.sources=[prefix]."),
     (RolloutConfig(sources=["sibling"]), "rollout.sources has 'sibling'", "Did you mean"),
-    (RolloutConfig(cache=CacheConfig(max_mb=0)), "rollout.cache.max_mb=0", "rollout.cache.max_mb=1."),
     (RolloutConfig(cache=4), "rollout.cache is 4", "CacheConfig"),
     (RolloutConfig(vllm=VLLMConfig(runner="V1")), "rollout.vllm.runner='V1'", "'v1'?"),
 ]
@@ -92,16 +88,13 @@ def test_the_command_line_and_the_library_refuse_alike():
             "temperature=-1, top_k=0, top_p=1.0: expected a temperature of at least 0",
         ),
         (lambda: SamplingParams(frozenset(), temperature=NAN), "temperature=nan"),
-        (lambda: SamplingParams(frozenset(), top_p=1.5), "top_p=1.5: expected"),
         (lambda: SamplingParams(frozenset(), top_p=0), "top_p=0: expected"),
-        (lambda: SamplingParams(frozenset(), top_k=-1), "top_k=-1"),
         (lambda: SamplingParams(frozenset(), top_k=2.5), "top_k=2.5, top_p=1.0: expected"),
         (lambda: lenient(0.0), "lenience=0.0 accepts nothing"),
         (lambda: lenient(NAN), "lenience=nan"),
         (lambda: Row(1, (5,)), "example_id=1 is not a text. Try example_id='1'."),
         (lambda: Row("a\ud800", (5,)), "example_id='a\\ud800' has no UTF-8 form. Try example_id='a?'."),
         (lambda: derive_key(0, 1, 0, 0), "example_id=1 is not a text"),
-        (lambda: derive_key(0, "\udfff", 0, 0), "has no UTF-8 form"),
         (lambda: derive_key(0, "a", 1.0, 0), "sample_index=1.0 of a noise key is not a whole number"),
         (lambda: derive_key(0, "a", 0, True), "generation=True of a noise key"),
         (lambda: derive_key("0", "a", 0, 0), "seed='0' of a noise key"),
@@ -119,17 +112,14 @@ GOOD = Request([5, 6, 7], key=3, max_new_tokens=4)
     [
         ({"prompt": torch.tensor([5, 6, 7])}, "a prompt is no sequence of token ids: tensor([5, 6, 7]). Give Python"),
         ({"prompt": np.array([5, 6, 7])}, "a prompt is no sequence of token ids: array([5, 6, 7])"),
-        ({"prompt": [5.0, 6.0]}, "a prompt is no sequence of token ids: [5.0, 6.0]"),
         ({"prompt": [True, 5]}, "a prompt is no sequence of token ids: [True, 5]"),
         ({"prompt": "567"}, "a prompt is no sequence of token ids: '567'"),
-        ({"prompt": None}, "a prompt is no sequence of token ids: None"),
         ({"prompt": []}, "at least one"),
         ({"prompt": [3, -1, 4]}, "-1, outside the model's 0..60"),
         ({"prompt": [3, 61, 4]}, "61, outside the model's 0..60"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"key": 2**63}, "key=9223372036854775808 is no signed 64-bit integer, as rollout.keys.derive_key gives"),
         ({"key": 1.0}, "key=1.0 is no signed 64-bit integer"),
-        ({"key": None}, "key=None is no signed 64-bit integer"),
         ({"max_new_tokens": 4.0}, "max_new_tokens=4.0 is not a whole number"),
     ],
 )

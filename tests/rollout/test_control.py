@@ -1,13 +1,16 @@
 """Control steps with a scripted rollout: when they run, what they compare, and every metric by hand."""
 
 import math
+import random
 from dataclasses import dataclass, field, replace
+from statistics import fmean, pstdev
 
 import pytest
 
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.control import Control
 from specrl.rollout.metrics import rollout_metrics
+from specrl.rollout.replay import reuse_gap
 from specrl.rollout.types import Completion, EngineStats, RolloutBatch, RolloutError, Row
 
 ROWS = [Row("a", (5,)), Row("a", (5,)), Row("b", (6,)), Row("b", (6,))]
@@ -27,13 +30,10 @@ class FakeRollout:
     plain_texts: list | None = None
     plain_s: float = 6.0
     calls: list = field(default_factory=list)
-    fresh: list[Completion] = field(default_factory=list)
-    """Instead of `fresh_texts`."""
-    """Keys whose plain row fails."""
 
     def generate(self, rows, *, visit, step, sample_indices, domain="rollout"):
         self.calls.append((domain, [r.example_id for r in rows], sample_indices, visit, step))
-        done = self.fresh or [completion(t) for t in self.fresh_texts[: len(rows)]]
+        done = [completion(t) for t in self.fresh_texts[: len(rows)]]
         return RolloutBatch(
             done, list(sample_indices), [0] * len(rows), [None] * len(rows), [False] * len(rows), total_s=1.5
         )
@@ -178,6 +178,22 @@ def test_no_reuse_gap_without_replayed_rows():
     control, _ = made(replay=0.0)
     assert "spec/reuse_gap" not in measure(control, batch_of(replayed=[True] * 4))
     assert {c[0] for c in rollout.calls} == {"plain"}
+
+
+def test_the_error_is_that_of_the_estimate():
+    """If rows of a prompt are similar, repetitions vary as estimated. An error from row counts would be too small."""
+    rng, found = random.Random(1), []
+    for _ in range(600):
+        clusters = []
+        for _ in range(40):
+            n, shift = rng.randint(1, 8), rng.gauss(0.1, 0.5)
+            clusters.append((n, sum(rng.gauss(shift, 0.2) for _ in range(n))))
+        found.append((*reuse_gap(clusters), sum(n for n, _ in clusters)))
+    spread = pstdev(gap for gap, *_ in found)
+    assert fmean(gap for gap, *_ in found) == pytest.approx(0.1, abs=0.02)
+    assert fmean(error for _, error, _ in found) == pytest.approx(spread, rel=0.1)
+    by_rows = fmean(math.sqrt((0.5**2 + 0.2**2) / rows) for *_, rows in found)
+    assert by_rows < 0.6 * spread
 
 
 # Every metric of a batch, by hand -------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
-"""Keys, Gumbel noise and keyed sampling. The oracles are numpy or pure Python and import nothing from the product."""
+"""Visits, keys, noise and keyed sampling. The oracles are numpy or pure Python and import nothing from the product."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 import torch
 
-from specrl.rollout.keys import derive_key, generation
+from specrl.rollout.keys import Visits, derive_key, generation
 from specrl.rollout.noise import (
     gumbel,
     hash_tokens,
@@ -128,22 +129,18 @@ def test_generation_keeps_the_share_that_is_asked_for(replay):
         assert abs(both - replay**2) < 5 * math.sqrt(replay**2 / kept[:, 1:].size)
 
 
-# The noise depends on nothing but (key, position, token) --------------------------------------------------------------
+def test_a_batch_is_one_visit_to_each_of_its_prompts():
+    visits = Visits()
+    assert visits.next(["a", "a", "b"]) == [0, 0, 0]
+    assert visits.next(["b", "b"]) == [1, 1]
+    assert visits.next(["a", "b", "c"]) == [1, 2, 0]
 
 
-def test_noise_ignores_batch_order_chunks_and_vocabulary_padding():
-    keys, positions = keys_of(64), torch.arange(64) % 9
-    whole = noise(keys, positions, 257)
-    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
-    assert noise(keys[order], positions[order], 257).equal(whole[order])
-    for size in (1, 7, 33):
-        parts = [noise(k, p, 257) for k, p in zip(keys.split(size), positions.split(size), strict=True)]
-        assert torch.cat(parts).equal(whole)
-    for vocab in (1, 2, 255, 256):
-        assert noise(keys, positions, vocab).equal(whole[:, :vocab])
-    assert noise(keys, positions, 320)[:, :257].equal(whole)
-    assert not noise(keys, positions + 1, 257).equal(whole)  # control
-    assert not noise(keys.flip(0), positions, 257).equal(whole)
+def test_counting_goes_on_from_what_was_saved():
+    visits = Visits()
+    visits.next(["a", "b"])
+    visits.next(["a"])
+    assert Visits(json.loads(json.dumps(visits.state()))).next(["a", "b", "c"]) == [2, 1, 0]
 
 
 # Its distribution -----------------------------------------------------------------------------------------------------
@@ -412,13 +409,6 @@ def test_greedy_draws_ignore_the_noise():
     assert draws.equal(logits.argmax(-1))
     assert torch.allclose(gap, best[:, 0] - best[:, 1])
     assert not keyed_sample(logits, keys_of(20), torch.arange(20))[0].equal(draws)  # control
-
-
-def test_gap_is_the_margin_between_the_two_best_scores():
-    logits = torch.randn(20, 30, generator=torch.Generator().manual_seed(4))
-    gap = keyed_sample(logits, keys_of(20), torch.arange(20))[3]
-    scores = (logits + noise(keys_of(20), torch.arange(20), 30)).topk(2).values
-    assert torch.allclose(gap, scores[:, 0] - scores[:, 1])
 
 
 CUTS = [{}, {"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 2}, {"top_k": 2, "top_p": 0.5}]

@@ -17,10 +17,8 @@ from specrl.rollout.reduction import (
     lowest,
     mean,
     merged,
-    ratio,
     shared,
 )
-from specrl.rollout.reduction import seconds as clock
 from specrl.rollout.types import AheadText, Completion, EngineStats, RolloutBatch
 
 
@@ -102,11 +100,6 @@ def test_processes_count_as_one_batch_whose_seconds_are_the_slowest_one_s():
     assert together == pytest.approx(metrics_of(whole))
     alike = [name for name in NAMES if together[name] == pytest.approx((large[name] + small[name]) / 2)]
     assert alike == [], "power: a mean over processes would be seen"
-
-
-def test_a_speedup_is_that_of_the_slowest_processes():
-    fast, slow = ratio(clock(6.0), clock(2.0)), ratio(clock(9.0), clock(9.0))
-    assert fast.beside(slow) == 1.0
 
 
 def test_extremes_and_what_all_know():

@@ -61,22 +61,6 @@ def by_slot(rows, batch) -> dict:
 # Keys, samples and requests -------------------------------------------------------------------------------------
 
 
-def test_slots_count_occurrences_and_keys_derive_from_them():
-    rollout = fake()
-    rows = rows_of("a", "b", "a", "c", "a", "b")
-    batch = rollout.generate(rows, visit=2, step=9)
-    assert batch.sample_indices == [0, 0, 1, 0, 2, 1]
-    assert batch.keys == [derive_key(SEED, r.example_id, s, 2) for r, s in zip(rows, batch.sample_indices, strict=True)]
-    assert [q.key for q in rollout.engine.asked] == batch.keys
-    assert [q.max_new_tokens for q in rollout.engine.asked] == [8] * 6
-    assert len(set(batch.keys)) == 6
-    given = rollout.generate(rows, visit=2, step=9, sample_indices=[5, 0, 6, 0, 7, 1])
-    assert given.sample_indices == [5, 0, 6, 0, 7, 1]
-    assert given.keys[1] == batch.keys[1]
-    assert given.keys[0] != batch.keys[0]
-    assert fake(seed=12).generate(rows, visit=2, step=9).keys[0] != batch.keys[0]
-
-
 def test_the_whole_stage_is_timed_drafting_included(monkeypatch):
     """Reported savings are net because drafting is included in the time."""
     clock = SimpleNamespace(now=100.0)
@@ -266,10 +250,6 @@ def test_unchanged_rows_are_those_whose_stored_text_came_again():
     assert other_slots.unchanged == [False] * 3, "a sibling's text is not the sample_index's own"
 
 
-def test_an_empty_batch():
-    assert fake(cache=cache_of()).generate([], visit=0, step=0).completions == []
-
-
 # The real engine over several visits ----------------------------------------------------------------------------------
 
 
@@ -291,14 +271,12 @@ def config_of(**settings) -> RolloutConfig:
     return RolloutConfig(**{"max_new_tokens": 24, "draft_tokens": window, **settings})
 
 
-def roll(models, plan, *, cache="keep", config=None, rows=None):
+def roll(models, plan, *, config=None, rows=None):
     """Visits 0, 1, ... with the weights of each epoch. `plan` maps (visit, config, rows) to another (config, rows)."""
     config, rows = config or config_of(), rows or rows_of(*"abcd", group=4)
     store, out = cache_of(), []
     for visit, model in enumerate(models):
         now, asked = plan(visit, config, rows) if plan else (config, rows)
-        if cache == "lose":
-            store = cache_of()
         rollout = SpeculativeRollout(build_engine(EngineSpec(eos_ids=EOS, rollout=now), model), store, now, SEED)
         rollout.engine.update_weights(None, visit)
         batch = rollout.generate(asked, visit=visit, step=visit)
@@ -309,6 +287,12 @@ def roll(models, plan, *, cache="keep", config=None, rows=None):
 
 def texts(visits) -> list[dict]:
     return [tokens for tokens, _ in visits]
+
+
+@pytest.fixture(scope="module")
+def straight(epochs):
+    """The visits without anything special."""
+    return roll(epochs, None)
 
 
 def off(visit, config, rows):
@@ -332,22 +316,15 @@ def test_off_equals_exact_while_the_weights_change(epochs):
 
 
 @pytest.mark.slow
-def test_other_weights_or_a_biased_rule_are_seen_by_the_same_comparison(epochs):
-    exact = roll(epochs[:2], None)
+def test_other_weights_or_a_biased_rule_are_seen_by_the_same_comparison(epochs, straight):
+    exact = straight[:2]
     assert texts(roll([epochs[0]] * 2, None)) != texts(exact), "stale weights"
     lenient = roll(epochs[:2], None, config=config_of(acceptance="lenient", lenience=1.5))
     assert texts(lenient) != texts(exact), "SPEC-RL as published"
     assert texts(lenient)[0] == texts(exact)[0], "which only starts with the second visit"
 
 
-def test_a_lost_cache_changes_no_token(epochs):
-    kept, lost = roll(epochs, None), roll(epochs, None, cache="lose")
-    assert texts(kept) == texts(lost)
-    assert all({"prefix", "position", "earlier"}.isdisjoint(batch.stats.sources) for _, batch in lost)
-    assert all({"prefix", "earlier"} <= set(batch.stats.sources) for _, batch in kept[1:])
-
-
-def test_shuffled_order_and_duplicates_change_nothing(epochs):
+def test_shuffled_order_and_duplicates_change_nothing(epochs, straight):
     """Cases 13 and 14: trajectories are looked up by example and sample, not by batch index."""
     rng = random.Random(4)
 
@@ -356,7 +333,7 @@ def test_shuffled_order_and_duplicates_change_nothing(epochs):
         rng.shuffle(names)
         return config, [r for name in names for r in rows if r.example_id == name]
 
-    straight, mixed = roll(epochs, None), roll(epochs, shuffled)
+    mixed = roll(epochs, shuffled)
     assert texts(straight) == texts(mixed)
     assert [r.stats.accepted for _, r in straight] == [r.stats.accepted for _, r in mixed]
 
@@ -410,7 +387,7 @@ def test_the_cap_may_shrink_and_grow(epochs):
 
 
 @pytest.mark.slow
-def test_sampling_settings_may_change_between_visits(epochs):
+def test_sampling_settings_may_change_between_visits(epochs, straight):
     """Case 20: old texts are only drafts, so a different distribution does not require different drafts."""
     laws = [{}, {"temperature": 0.6}, {"top_k": 4}, {"temperature": 0.0, "top_p": 0.7}]
 
@@ -423,7 +400,7 @@ def test_sampling_settings_may_change_between_visits(epochs):
     )
     assert texts(visits) == texts(plain)
     assert all(batch.stats.accepted > 0 for _, batch in visits[1:])
-    assert texts(roll(epochs, None))[1] != texts(visits)[1]  # control: the distribution matters
+    assert texts(straight)[1] != texts(visits)[1]  # control: the distribution matters
 
 
 def test_a_rule_that_trusts_its_drafts_is_seen_by_the_same_comparison(epochs, monkeypatch):

@@ -6,9 +6,7 @@ with its exact probability. Old and new policy are unrelated, so a bias would be
 
 import itertools
 import math
-from array import array
 from collections import Counter
-from functools import partial
 
 import numpy as np
 import pytest
@@ -22,7 +20,7 @@ from specrl.rollout.keys import derive_key
 from specrl.rollout.lossy.lenient import accept_lenient
 from specrl.rollout.noise import keyed_sample
 from specrl.rollout.types import Request
-from specrl.rollout.verify import accept_exact, cut
+from specrl.rollout.verify import cut
 from tests.engines import local
 from tests.rollout.golden import Script
 from tests.rollout.test_noise import chi_square, critical
@@ -31,28 +29,9 @@ from tests.rollout.test_noise import chi_square, critical
 
 
 @pytest.mark.parametrize(
-    ("draws", "draft", "accepted"),
-    [
-        ([], [], 0),
-        ([5], [], 0),
-        ([5, 6], [5], 1),
-        ([5, 6], [6], 0),
-        ([5, 6, 7, 8], [5, 6, 7], 3),
-        ([5, 6, 7, 8], [5, 0, 7], 1),  # tokens that agree after a difference do not count
-        ([5, 6, 7], [5, 6, 7], 3),
-        ((5, 6), (5, 6), 2),
-    ],
-)
-def test_accept_exact(draws, draft, accepted):
-    for drawn, drafted in itertools.product((list, tuple, partial(array, "I")), repeat=2):
-        assert accept_exact(drawn(draws), drafted(draft)) == accepted
-
-
-@pytest.mark.parametrize(
     ("p_new", "p_old", "u", "lenience", "accepted"),
     [
         ([], [], [], 1.0, 0),
-        ([0.5], [0.5], [0.999999], 1.0, 1),  # the same policy accepts everything
         ([0.4, 0.1], [0.2, 0.2], [0.99, 0.49], 1.0, 2),
         ([0.4, 0.1], [0.2, 0.2], [0.99, 0.51], 1.0, 1),  # min(1, 0.1 / 0.2)
         ([0.1, 0.9], [0.2, 0.2], [0.51, 0.01], 1.0, 0),  # nothing after the first rejection

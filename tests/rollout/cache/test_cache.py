@@ -23,25 +23,6 @@ def contents(cache: TrajectoryCache, examples, sample_indices=range(8)) -> dict:
     return {(e, s): t for e in examples for s in sample_indices if (t := cache.get(e, s)) is not None}
 
 
-def test_an_entry_comes_back_equal():
-    cache = empty()
-    stored = trajectory(key=-(2**63), reward=0.25, logprobs=(-0.5, -1.0, 0.0, -0.25, -2.0))
-    cache.put("a", 3, stored)
-    assert cache.get("a", 3) == stored
-    assert cache.get("a", 2) is None
-    assert cache.get("b", 3) is None
-    assert len(cache) == 1
-
-
-def test_siblings_are_newest_first_and_leave_one_out():
-    cache = empty()
-    for sample_index, step in [(2, 5), (0, 4), (1, 5), (3, 1)]:
-        cache.put("a", sample_index, trajectory(step=step, seed=sample_index))
-    assert [t.key for t in cache.siblings("a")] == [1, 2, 0, 3]
-    assert [t.key for t in cache.siblings("a", but=2)] == [1, 0, 3]
-    assert cache.siblings("b") == []
-
-
 def test_counters_never_go_back():
     cache = empty()
     cache.put("a", 0, trajectory(step=7))

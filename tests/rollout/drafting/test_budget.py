@@ -79,12 +79,6 @@ def test_acceptance_counts_one_rejection_per_draft_and_is_kept_per_state():
 # Windows --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_fixed_window_is_obeyed():
-    budget = trained(1e-3, 1e-5, {"start": 0.01}, window=7)
-    assert windows(budget, ["start", "diverged", "agreeing"]) == [7, 7, 7]
-    assert windows(budget, []) == []
-
-
 SCENES = pytest.mark.parametrize(
     ("a", "b", "rates", "count"),
     [
@@ -241,17 +235,6 @@ def test_a_bad_source_stops_drafting_while_a_good_one_goes_on():
     assert {plan[bad] for plan in plans} == {plan[None] for plan in plans} == {0}
     blurred = trained(5e-3, 1e-4, {"diverged": 0.02})  # control: a shared estimate would stop the good source too
     assert set(windows(blurred, ["diverged"] * 3)) == {0}
-
-
-def test_no_window_is_longer_than_what_is_asked_for():
-    rng = random.Random(3)
-    for _ in range(200):
-        kinds = ["start", "agreeing", "diverged", "lost"]
-        rates = {kind: rng.choice([0.01, 0.5, 0.9, 0.99, 0.9999]) for kind in kinds}
-        budget = trained(rng.choice([1e-3, 2e-2]), rng.choice([1e-5, 1e-3]), rates)
-        rows = [rng.choice([*kinds, None]) for _ in range(rng.choice([1, 8, 64]))]
-        assert max(windows(budget, rows)) <= budget.longest(len(rows))
-    assert Budget(7).longest(3) == 7
 
 
 def test_tokens_that_attend_to_more_cost_more():

@@ -145,17 +145,6 @@ def test_only_the_named_sources_draft(sources, want):
 # A group in one rollout -----------------------------------------------------------------------------------------------
 
 
-def test_rows_draft_from_siblings_in_the_first_epoch():
-    rng = random.Random(1)
-    text = [rng.randrange(50) for _ in range(80)]
-    late = [*range(60, 100), *text]  # 40 tokens after its sibling
-    texts = PromptTexts()
-    (passes, _), (late_passes, stood) = emit([text, late], [SuffixDrafter(texts), SuffixDrafter(texts)])
-    assert stood > 35
-    assert late_passes < passes + 10, "it has caught up"
-    assert accepted(SuffixDrafter(PromptTexts()), late)[1] < 5  # control: a separate index
-
-
 def test_a_pickled_group_shares_its_texts_and_a_cut_one_does_not():
     texts = PromptTexts([OLD])
     drafters = [SuffixDrafter(texts, OLD) for _ in range(4)]

@@ -12,7 +12,6 @@ from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.keys import derive_key
 from specrl.rollout.lossy.judge import WEIGHTS, JudgeHead
-from specrl.rollout.lossy.judged import accept_judged
 from specrl.rollout.lossy.pair import write_card
 from specrl.rollout.types import Request, RolloutError
 from tests.engines import judged as judged_engine
@@ -64,20 +63,6 @@ def engine(models, judge, **options):
 
 
 # --- the rule
-
-
-@pytest.mark.parametrize(
-    ("draws", "draft", "unimportant", "want"),
-    [
-        ([1, 2, 3, 4], [1, 9, 3], set(), 1),
-        ([1, 2, 3, 4], [1, 9, 3], {1}, 3),
-        ([1, 2, 3, 4], [1, 9, 8], {1}, 2),
-        ([1, 2, 3, 4], [1, 9, 8], {2}, 1),  # tokens after an important mismatch are ignored
-        ([1, 2], [], {0}, 0),
-    ],
-)
-def test_acceptance_by_hand(draws, draft, unimportant, want):
-    assert accept_judged(draws, draft, unimportant) == want
 
 
 # --- the engine

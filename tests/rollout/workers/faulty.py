@@ -1,4 +1,4 @@
-"""Engines that fail on some prompts, and requests that make them fail. Worker processes import this module."""
+"""Engines that fail on some prompts or collect weights, and requests. Worker processes import this module."""
 
 import os
 import random
@@ -76,6 +76,32 @@ def build_deaf(spec):
     return Deaf(build_engine(spec), Path(spec.model))
 
 
+class Collected:
+    """Records the weights that it receives, and loads them into a transformers engine."""
+
+    def __init__(self, engine):
+        self.engine, self.gpus, self.joined, self.weights = engine, (f"GPU of {os.getpid()}",), [], None
+
+    def join(self, route, init):
+        self.joined.append((route, init["rank_offset"]))
+
+    def begin_update(self, version, metadata):
+        self.expected, self.weights = [meta.name for meta in metadata], {}
+
+    def receive(self, update):
+        self.weights |= update
+
+    def finish_update(self, version, probe):
+        assert list(self.weights) == self.expected
+        self.engine.update_weights(self.weights.items(), version, probe)
+
+
+def build_linked(spec):
+    engine = build_engine(spec)
+    engine.updates = Collected(engine)
+    return engine
+
+
 def requests_of(n=24, visit=0, marks=(), drafts=None):
     """n requests for prompts shared by four rows each. The first prompts begin with `marks`."""
     rng = random.Random(5)
@@ -95,17 +121,3 @@ def drafters(texts):
     shifted = [list(text[i % 3 :]) or [9] for i, text in enumerate(noisy)]
     groups = [PromptTexts([*shifted[i : i + 4], list(texts[i - 1])]) for i in range(0, len(texts), 4)]
     return [SuffixDrafter(groups[i // 4], text) for i, text in enumerate(shifted)]
-
-
-def differing(done, want, rows=None):
-    """Rows whose tokens or finish reason differ, or whose log-probs differ by more than rounding."""
-    assert len(done) == len(want)
-    return [
-        i
-        for i, (a, b) in enumerate(zip(done, want, strict=True))
-        if (rows is None or i in rows)
-        and (
-            (a.tokens, a.finish) != (b.tokens, b.finish)
-            or max((abs(x - y) for x, y in zip(a.logprobs, b.logprobs, strict=True)), default=0) > 1e-5
-        )
-    ]

@@ -1,90 +1,14 @@
-"""Delivery of weights to a pool's workers, over a link or through the store, also if a worker is replaced in between.
+"""Delivery of weights to a pool's workers, over a link or through the store: what is chosen, walked and put when.
 
-A real Ray cluster whose workers declare GPUs, and a fake of vLLM's sender.
+test_workers.py has a real pool that is linked.
 """
 
-import os
-import signal
-import sys
-from dataclasses import replace
-from types import SimpleNamespace
-
-import psutil
 import pytest
 
-from specrl.rollout.build import build_engine
-from specrl.rollout.config import RolloutConfig
-from specrl.rollout.engines.base import EngineSpec
-from specrl.rollout.sections import ClusterConfig
-from specrl.rollout.types import Request, RolloutError
+from specrl.rollout.types import RolloutError
 from specrl.rollout.workers.delivery import Delivery, choose_route
-from specrl.rollout.workers.pool import RolloutPool
 from specrl.rollout.workers.worker import WorkerInfo
-from specrl.run.cluster import connect
-from specrl.trainers.weights import PolicyWeights, probe
-from tests.engines import local
-
-TEXT = tuple(range(3, 40))
-CLUSTER = ClusterConfig(num_workers=2, task_timeout_s=120)
-
-
-class Collected:
-    """Records the weights that it receives, and loads them into a transformers engine."""
-
-    def __init__(self, engine):
-        self.engine, self.gpus, self.joined, self.weights = engine, (f"GPU of {os.getpid()}",), [], None
-
-    def join(self, route, init):
-        self.joined.append((route, init["rank_offset"]))
-
-    def begin_update(self, version, metadata):
-        self.expected, self.weights = [meta.name for meta in metadata], {}
-
-    def receive(self, update):
-        self.weights |= update
-
-    def finish_update(self, version, probe):
-        assert list(self.weights) == self.expected
-        self.engine.update_weights(self.weights.items(), version, probe)
-
-
-def build(spec):
-    engine = build_engine(spec)
-    engine.updates = Collected(engine)
-    return engine
-
-
-class Sender:
-    """Replaces vLLM's endpoint in the trainer's process. Sends three weights at a time."""
-
-    def __init__(self, client, source, ranks):
-        self.client, self.source, self.sent, self.closed = client, source, 0, False
-        client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 1 + ranks})
-
-    def send_weights(self):
-        self.client.start_weight_update()
-        weights = list(self.source)
-        for i in range(0, len(weights), 3):
-            self.client.update_weights(dict(weights[i : i + 3]))
-        self.client.finish_weight_update()
-        self.sent += 1
-
-    def shutdown(self):
-        self.closed = True
-
-
-@pytest.fixture
-def senders(monkeypatch):
-    """The senders that were opened, with their numbers of ranks."""
-    opened = []
-
-    def open_link(route, client, source, ranks, address):
-        opened.append(Sender(client, source, ranks))
-        return opened[-1]
-
-    monkeypatch.setitem(sys.modules, "specrl.rollout.engines.vllm.weights", SimpleNamespace(open_link=open_link))
-    monkeypatch.setattr("specrl.rollout.workers.delivery.gpu_uuid", lambda: "GPU of the trainer")
-    return opened
+from specrl.trainers.weights import PolicyWeights
 
 
 def started(*gpus):
@@ -161,36 +85,3 @@ def test_weights_that_can_be_walked_once_follow_a_link(source, senders):
     assert shipped.route == "memory"
     assert shipped.stored() == 1
     assert puts[0].keys() == {meta.name for meta in source.metadata()}
-
-
-@pytest.mark.long
-def test_a_pool_is_linked_and_replaces_workers_all_the_same(build_model, tmp_path, senders):
-    model = build_model("llama")
-    model.save_pretrained(tmp_path)
-    config = RolloutConfig(draft_tokens=6, ahead="off")
-    spec = EngineSpec(model=str(tmp_path), eos_ids=frozenset({1, 7}), rollout=config)
-    requests = [Request([5, 6, 8 + key % 3], key, 12) for key in range(8)]
-    with connect(replace(CLUSTER)):
-        pool = RolloutPool(spec, CLUSTER, build)
-        try:
-            for version in (1, 2, 3):
-                new = build_model("llama", seed=version)
-                pool.update_weights(PolicyWeights(new), version, probe(new, TEXT))
-                if version == 2:  # a worker dies whose weights are in no store
-                    victim = next(p for p in psutil.Process().children(recursive=True) if "RolloutWorker" in p.name())
-                    os.kill(victim.pid, signal.SIGKILL)
-                done, _ = pool.generate(requests)
-                want, _ = local(new, pool_sampling(spec), window=6).generate(requests)
-                assert [c.tokens for c in done] == [c.tokens for c in want]
-                assert {c.version for c in done} == {version}
-            assert pool.replaced == 1
-            assert [(sender.sent, sender.closed) for sender in senders] == [(2, True), (1, False)], "formed anew"
-        finally:
-            pool.close()
-        assert [sender.closed for sender in senders] == [True, True]
-
-
-def pool_sampling(spec):
-    from specrl.rollout.engines.base import SamplingParams
-
-    return SamplingParams(spec.eos_ids)

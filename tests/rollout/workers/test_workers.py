@@ -20,13 +20,16 @@ import pytest
 
 from specrl.rollout.build import build_engine
 from specrl.rollout.config import RolloutConfig
-from specrl.rollout.engines.base import EngineSpec, Probe
+from specrl.rollout.engines.base import EngineSpec, Probe, SamplingParams
 from specrl.rollout.sections import ClusterConfig
 from specrl.rollout.types import EngineStats, RolloutError
 from specrl.rollout.workers import calls
 from specrl.rollout.workers.ahead import following
 from specrl.rollout.workers.pool import RolloutPool
 from specrl.run.cluster import connect
+from specrl.trainers.weights import PolicyWeights, probe
+from tests import engines
+from tests.rollout.golden import differing
 from tests.rollout.workers.faulty import (
     DEADLY,
     EOS_IDS,
@@ -34,7 +37,7 @@ from tests.rollout.workers.faulty import (
     SLOW,
     build,
     build_deaf,
-    differing,
+    build_linked,
     drafters,
     noted,
     requests_of,
@@ -266,6 +269,32 @@ def test_a_worker_that_ignores_weights_is_caught_by_the_probe(start, spec, build
     with pytest.raises(RolloutError, match="closed"):
         pool.generate(requests_of())
     assert wait_until(lambda: all(map(gone, pids)))
+
+
+def test_a_pool_is_linked_and_replaces_workers_all_the_same(started, build_model, tmp_path, senders):
+    build_model("llama").save_pretrained(tmp_path)
+    config = RolloutConfig(draft_tokens=6, ahead="off")
+    spec = EngineSpec(model=str(tmp_path), eos_ids=EOS_IDS, rollout=config)
+    before, tokens = serving(), tuple(range(3, 40))
+    pool = RolloutPool(spec, CLUSTER, build_linked)
+    for version in (1, 2, 3):
+        new = build_model("llama", seed=version)
+        pool.update_weights(PolicyWeights(new), version, probe(new, tokens))
+        if version == 2:  # a worker dies whose weights are in no store
+            os.kill(min(serving() - before), signal.SIGKILL)
+        done, _ = pool.generate(requests_of(8))
+        want, _ = engines.local(new, SamplingParams(EOS_IDS), window=6).generate(requests_of(8))
+        assert differing(done, want) == []
+        assert {c.version for c in done} == {version}
+    assert pool.replaced == 1
+    assert [(sender.sent, sender.closed) for sender in senders] == [(2, True), (1, False)], "formed anew"
+    pool.close()
+    assert [sender.closed for sender in senders] == [True, True]
+
+
+def serving():
+    """The processes of the workers of all pools."""
+    return {p.pid for p in psutil.Process().children(recursive=True) if "RolloutWorker" in p.name()}
 
 
 # Faults ---------------------------------------------------------------------------------------------------------------

@@ -43,16 +43,15 @@ def test_a_head_changes_nothing(golden, family, window):
         assert not window or stats.sources["model"][0] > 0
 
 
-@pytest.mark.parametrize("ids", [0, 20])
-def test_nor_in_the_passes_of_a_gpu(golden, on_gpu_passes, ids):
+@pytest.mark.parametrize("settings", [{}, {"ids": 20, "rows_per_batch": 5}])
+def test_nor_in_the_passes_of_a_gpu(golden, on_gpu_passes, settings):
     model, cases, want = golden("qwen3")
-    for bounds in ({}, {"rows_per_batch": 5}):
-        engine = engine_of(model, window=4, drafter=Head.of(model), ids=ids, **bounds)
-        assert engine.policy.layout is varlen.StaticPass
-        engine.policy.record = engine.drafting.model.packed.record = replayed
-        done, stats = engine.generate(requests_of(cases))
-        assert differing(done, want) == []
-        assert stats.sources["model"][0] > 0
+    engine = engine_of(model, window=4, drafter=Head.of(model), **settings)
+    assert engine.policy.layout is varlen.StaticPass
+    engine.policy.record = engine.drafting.model.packed.record = replayed
+    done, stats = engine.generate(requests_of(cases))
+    assert differing(done, want) == []
+    assert stats.sources["model"][0] > 0
 
 
 # Input of the head ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import specrl.rollout.engines.local.reader as reader
-from specrl.rollout.engines.local.drafter import ModelDrafter
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.rollout.engines.local.head import Head
 from specrl.rollout.engines.local.reader import Reader
@@ -138,24 +137,6 @@ def test_drafts_from_some_ids_change_nothing(policy, plain, kind, ids):
 
 
 # The same noise, and KV that follows the emitted tokens ---------------------------------------------------------------
-
-
-def test_the_same_noise_is_worth_having(policy, plain, monkeypatch):
-    def rate():
-        engine = Engine(policy, SAMPLING, window=4, drafter=blurred(policy))
-        assert outputs(engine.generate(requests())[0]) == outputs(plain)
-        return rates(engine)
-
-    keyed = rate()
-    opened = ModelDrafter.open
-
-    def other(drafter, rows, *rest):
-        opened(drafter, [replace(row, key=~row.key) for row in rows], *rest)
-
-    monkeypatch.setattr(ModelDrafter, "open", other)
-    independent = rate()
-    print(f"keyed drafts {keyed:.2f}, independent drafts {independent:.2f}")
-    assert keyed > independent + 0.5
 
 
 def test_kv_that_is_not_rolled_back_costs_acceptance_only(policy, plain, monkeypatch):

@@ -93,50 +93,6 @@ def small_chunks(monkeypatch):
 # On a CPU: bitwise equality -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("law", LAWS, ids=str)
-@pytest.mark.parametrize("n", [1, 3, 17])
-def test_a_packed_draw_is_that_of_noise(law, n):
-    layer, given = head(), asked(n)
-    draw = Sampler(layer, SamplingParams(frozenset(), *law))
-    assert draw.rows == 2**20 // (VOCAB * 16) == 15, "17 rows are two chunks"
-    want = []
-    with torch.inference_mode():
-        packed = draw(*given)
-        for i in range(0, n, 15):
-            hidden, *of = (x[i : i + 15] for x in given)
-            want.append(keyed_sample(layer(hidden), *of, temperature=law[0], top_k=law[1], top_p=law[2]))
-    assert packed.shape == (4, n)
-    assert packed.dtype == torch.int32
-    *lists, gaps = unpack(packed)
-    assert [*lists, gaps.tolist()] == [torch.cat(column).tolist() for column in zip(*want, strict=True)]
-
-
-def test_gaps_of_unusable_logits_come_through():
-    hidden, *of = asked(3)
-    hidden[1, 0] = torch.nan
-    gaps = torch.tensor(unpack(Sampler(head(), SamplingParams(frozenset()))(hidden, *of))[3])
-    assert gaps.isnan().tolist() == [False, True, False]
-
-
-def shifted(logits, keys, positions, targets, **law):
-    return keyed_sample(logits, keys, positions + 1, targets, **law)
-
-
-def beside(logits, keys, positions, targets, **law):
-    return keyed_sample(logits, keys, positions, (targets + 1) % VOCAB, **law)
-
-
-def other_law(logits, keys, positions, targets, **law):
-    return keyed_sample(logits, keys, positions, targets, **{**law, "top_k": 4})
-
-
-@pytest.mark.parametrize("fault", [shifted, beside, other_law])
-def test_a_fault_in_the_draw_is_seen(fault, monkeypatch):
-    monkeypatch.setattr(module, "keyed_sample", fault)
-    with pytest.raises(AssertionError):
-        test_a_packed_draw_is_that_of_noise((1.0, 0, 1.0), 17)
-
-
 # Operators ------------------------------------------------------------------------------------------------------------
 
 

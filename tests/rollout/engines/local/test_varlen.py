@@ -10,8 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import specrl.rollout.engines.local.engine as engine_module
-from specrl.rollout.engines.local import padded, probe, varlen
-from specrl.rollout.engines.local.kv import KV
+from specrl.rollout.engines.local import probe, varlen
 from specrl.rollout.engines.local.probe import packed_model
 from specrl.rollout.engines.local.reader import Reader
 from specrl.rollout.types import RolloutError
@@ -42,40 +41,6 @@ class Counted(TorchDispatchMode):
         if not op.is_view:
             self.ops[str(op).rpartition(".")[0]] += 1
         return op(*args, **(kwargs or {}))
-
-
-def attended(kind, places, starts, lengths, new, old, window) -> torch.Tensor:
-    """Attention [N, heads, dim] of one layer under a layout.
-
-    Args:
-        new: query, key, value [heads, N, dim] of the pass.
-        old: those of every slot, written before.
-    """
-    kv, out = KV(5, 40, kind.heads_first), None
-    passes = [([place], [0], [x[0].shape[1]], x) for place, x in enumerate(old)]
-    for at, start, length, given in (*passes, (places, starts, lengths, new)):
-        layout, total = kind(kv, at, start, length, "cpu"), sum(length)
-        filling = layout.ids([0] * total).shape[1] - total
-        given = [torch.cat([x, torch.full((len(x), filling, 8), torch.nan)], 1) for x in given]
-        out = layout.attend(0, *given, window, 0.3)[:total]
-    return out
-
-
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("seed", range(4))
-def test_attention_over_slabs_is_that_of_padded_rows(seed, window):
-    """Random rows in random slots, with two query heads per key head. Padding of the pass writes nothing."""
-    rng, seeded = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    states = lambda n: [torch.randn(heads, n, 8, generator=seeded) for heads in (4, 2, 2)]  # noqa: E731
-    old = [states(n) for n in rng.integers(1, 20, 5)]
-    places = sorted(rng.choice(5, 3, replace=False).tolist())
-    starts = [int(rng.integers(1, old[place][0].shape[1] + 1)) for place in places]
-    lengths = rng.integers(1, 12, 3).tolist()
-    rest = (lengths, states(sum(lengths)), old, window)
-    want = attended(padded.PaddedPass, places, starts, *rest)
-    assert torch.allclose(attended(varlen.StaticPass, places, starts, *rest), want, atol=1e-6)
-    shorter = attended(varlen.StaticPass, places, [start - 1 for start in starts], *rest)
-    assert not torch.allclose(shorter, want, atol=1e-3), "control"
 
 
 def test_flash_attention_takes_what_it_is_given():

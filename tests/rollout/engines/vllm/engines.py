@@ -6,14 +6,15 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from specrl.rollout.build import build_engine
 from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import EngineSpec, Probe, SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
 from specrl.trainers.weights import PolicyWeights
-from tests.rollout.golden import EOS_IDS, VOCAB, differing, requests_of
+from tests.models import random_model
+from tests.rollout.golden import EOS_IDS, differing, requests_of
 
 RUNNER = "v2" if os.environ.get("TRITON_INTERPRET") else "v1"
 """Of vLLM's model runners; test_vllm_v2.py runs the tests of most files on the other one."""
@@ -25,33 +26,21 @@ needs_vllm = [
 CONTEXT = 128
 """Tokens: an engine scores a text of as many when it starts."""
 TEXT = tuple(2 + i * 7 % 50 for i in range(60))
-MANY_BLOCKS = [([3 + i, *(4 + j % 50 for j in range(90))], 12) for i in range(18)]
+MANY_BLOCKS = [([3 + i, *(4 + j % 50 for j in range(90))], 8) for i in range(18)]
 """Of KV: three a row for its prompt, four with its response; a MB holds 64."""
 
 
 def policy(family: str, seed: int = 0):
     """A random model of sizes that vLLM's CPU kernels support. qwen3 ties its embeddings, llama has an output layer."""
-    shape = {
-        "vocab_size": VOCAB,
+    sizes = {
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 32,
         "max_position_embeddings": CONTEXT,
-        "tie_word_embeddings": family == "qwen3",
-        "pad_token_id": None,
     }
-    config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[family](**shape)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() > 1:
-                p.mul_(12.0)
-    return model.eval()
+    return random_model(family, seed, 12.0, tie_word_embeddings=family == "qwen3", **sizes).eval()
 
 
 def moved(model, seed: int, scale: float = 0.05):

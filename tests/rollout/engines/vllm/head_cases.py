@@ -97,47 +97,55 @@ def test_it_drafts_what_the_head_drafts_by_hand(engine_of, case, heads, guesses)
     assert strange(guesses, model, head, cases, want) == (drafts, drafts), "control"
 
 
-def test_it_drafts_beside_texts_and_runs_as_often_as_rows_can_use_its_tokens(case, heads, saved, monkeypatch):
-    """vLLM's scheduler carries the drafts of both. Where no row drafts, the head makes no pass."""
-    *_, cases, want = case
-    texts = [Script(tokens) if i % 2 else None for i, (tokens, _, _) in enumerate(want)]
+@pytest.fixture(scope="session")
+def planned(heads, saved):
+    """(engine, asked): an engine whose scheduler carries the drafts of texts and of the head, which samples among 30
+    ids, and for how many tokens the head was asked.
+    """
     asked, propose = [], EagleSpeculator.propose
 
     def record(*arguments, **options):
         asked.append(options.get("num_speculative_tokens"))
         return propose(*arguments, **options)
 
-    monkeypatch.setattr(EagleSpeculator, "propose", record)
-    engine = start(spec_of(saved("qwen3")[1], drafter=heads, draft_tokens=8))
-    try:
-        counts = {}
-        for plain in (True, False):
-            asked.clear()
-            done, _ = engine.generate([replace(request, plain=plain) for request in requests_of(cases)])
-            assert differing(done, want, 1e-4) == []
-            counts[plain] = [*asked]
-        assert counts[True] == []
-        assert max(counts[False]) > 1
-        most = planned_v2.MODEL_TOKENS
-        monkeypatch.setattr(planned_model.ModelDrafts, "proposes", lambda model, rows: most)
-        asked.clear()
-        engine.generate([replace(request, plain=True) for request in requests_of(cases)])
-        assert {*asked} == {most}, "control"
-        monkeypatch.undo()
-        for drafters in (texts, texts):
-            done, stats = engine.generate(requests_of(cases, drafters))
-            assert differing(done, want, 1e-4) == []
-        assert all(stats.sources[source][1] > 0 for source in ("model", "custom"))
-    finally:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EagleSpeculator, "propose", record)
+        patch.setattr("specrl.rollout.engines.vllm.engine.FREQUENT_IDS", 30)
+        engine = start(spec_of(saved("qwen3")[1], drafter=heads, draft_tokens=8))
+        yield engine, asked
         close(engine)
 
 
-def test_it_samples_among_the_ids_that_the_texts_use_most(case, heads, saved, guesses, monkeypatch):
+def test_it_drafts_beside_texts_and_runs_as_often_as_rows_can_use_its_tokens(planned, case, monkeypatch):
+    """Where no row drafts, the head makes no pass."""
     *_, cases, want = case
+    engine, asked = planned
+    texts = [Script(tokens) if i % 2 else None for i, (tokens, _, _) in enumerate(want)]
+    counts = {}
+    for plain in (True, False):
+        asked.clear()
+        done, _ = engine.generate([replace(request, plain=plain) for request in requests_of(cases)])
+        assert differing(done, want, 1e-4) == []
+        counts[plain] = [*asked]
+    assert counts[True] == []
+    assert max(counts[False]) > 1
+    most = planned_v2.MODEL_TOKENS
+    monkeypatch.setattr(planned_model.ModelDrafts, "proposes", lambda model, rows: most)
+    asked.clear()
+    engine.generate([replace(request, plain=True) for request in requests_of(cases)])
+    assert {*asked} == {most}, "control"
+    monkeypatch.undo()
+    for drafters in (texts, texts):
+        done, stats = engine.generate(requests_of(cases, drafters))
+        assert differing(done, want, 1e-4) == []
+    assert all(stats.sources[source][1] > 0 for source in ("model", "custom"))
+
+
+def test_it_samples_among_the_ids_that_the_texts_use_most(planned, case, guesses, monkeypatch):
+    *_, cases, want = case
+    engine, _ = planned
     texts = [text for (prompt, _), (tokens, _, _) in zip(cases, want, strict=True) for text in (prompt, tokens)]
     used = EOS_IDS.union(*texts)
-    monkeypatch.setattr("specrl.rollout.engines.vllm.engine.FREQUENT_IDS", 30)
-    engine = start(spec_of(saved("qwen3")[1], drafter=heads, draft_tokens=LENGTH))
 
     def accepted() -> float:
         engine.generate(requests_of(cases))  # it counts the ids of the responses
@@ -146,23 +154,20 @@ def test_it_samples_among_the_ids_that_the_texts_use_most(case, heads, saved, gu
         assert differing(done, want, 1e-4) == []
         return stats.sources["model"][1] / stats.sources["model"][0]
 
-    try:
-        good = accepted()
-        drafted = {token for row in guesses.values() for _, token in row}
-        assert drafted <= used
-        assert len(drafted) <= 30 < len(used)
-        assert good > 0.2
-        draft_from = worker.draft_from
+    good = accepted()
+    drafted = {token for row in guesses.values() for _, token in row}
+    assert drafted <= used
+    assert len(drafted) <= 30 < len(used)
+    assert good > 0.2
+    draft_from = worker.draft_from
 
-        def of_other_ids(runner, ids):
-            reason = draft_from(runner, ids)
-            runner.sampler.draft_weight = runner.sampler.draft_weight.roll(1, 0)
-            return reason
+    def of_other_ids(runner, ids):
+        reason = draft_from(runner, ids)
+        runner.sampler.draft_weight = runner.sampler.draft_weight.roll(1, 0)
+        return reason
 
-        monkeypatch.setattr(worker, "draft_from", of_other_ids)
-        assert accepted() < good / 2, "the planted fault is seen: rows of the output layer in another order"
-    finally:
-        close(engine)
+    monkeypatch.setattr(worker, "draft_from", of_other_ids)
+    assert accepted() < good / 2, "the planted fault is seen: rows of the output layer in another order"
 
 
 def test_it_follows_the_updates(engine_of, case, heads, guesses):

@@ -76,7 +76,8 @@ def test_drafts_of_any_quality_change_nothing(engine_of, golden):
         assert stats.verify_s > 0
 
 
-@pytest.mark.parametrize("distribution", [pytest.param((0.0, 0, 1.0), marks=on_v1), (0.8, 9, 0.9)])
+@on_v1
+@pytest.mark.parametrize("distribution", [(0.0, 0, 1.0), (0.8, 9, 0.9)])
 def test_every_distribution(engine_of, golden, distribution):
     cases, want = golden(distribution=distribution)
     engine = engine_of(distribution=distribution)
@@ -134,12 +135,12 @@ def test_a_cache_too_small_for_the_batch_changes_nothing(engine_of, monkeypatch)
     preempt = Scheduler._preempt_request
     monkeypatch.setattr(Scheduler, "_preempt_request", lambda *a, **more: preempted.append(1) or preempt(*a, **more))
     drafters = [Script(corrupt(c.tokens, random.Random(i), 0.1)) for i, c in enumerate(plain)]
-    for batch in (requests_of(MANY_BLOCKS), requests_of(MANY_BLOCKS, drafters)):
-        done, _ = engine.generate(batch)
-        assert exactly(done) == exactly(plain)
+    done, _ = engine.generate(requests_of(MANY_BLOCKS, drafters))
+    assert exactly(done) == exactly(plain)
     assert preempted
 
 
+@on_v1
 def test_no_step_begins_after_a_stop_and_what_there_is_is_a_beginning(engine_of, golden):
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -169,6 +170,7 @@ def test_a_row_that_fills_the_context(saved, engine_of):
     assert differing(done, want, 1e-4) == []
 
 
+@on_v1
 def test_noise_off_by_one_position_is_found(engine_of, golden, monkeypatch):
     """Control: samples keyed by the next position differ."""
     cases, want = golden()
