@@ -40,12 +40,8 @@ def test_not_well_formed(completion):
     assert not well_formed(completion)
 
 
-def test_a_marked_thought_is_no_answer():
+def test_thoughts_do_not_count_and_neither_does_correctness():
     thought = Sample("p", r"<think>so \boxed{18}", "18")
     answered = Sample("p", r"<think>so 18</think>\boxed{18}", "18")
-    assert FormatReward()([thought, answered]) == [0.0, 1.0]
-
-
-def test_scores_are_floats_and_ignore_correctness():
-    samples = [Sample("p", "#### 18", "20"), Sample("p", "eighteen", None)]
-    assert FormatReward()(samples) == [1.0, 0.0]
+    samples = [thought, answered, Sample("p", "#### 18", "20"), Sample("p", "eighteen", None)]
+    assert FormatReward()(samples) == [0.0, 1.0, 1.0, 0.0]
