@@ -42,10 +42,9 @@ ARITHMETIC = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"),
 )
 FORWARDED: dict[str, Callable[..., Any]] = {
-    **{name: getattr(operator, f"__{name}__") for name in ("neg", "pos", "abs", "invert")},
+    **{name: getattr(operator, f"__{name}__") for name in ("neg", "pos", "abs", "invert", "index")},
     **{name: getattr(operator, f"__{name}__") for name in ("getitem", "setitem", "delitem")},
-    **{"len": len, "next": next, "iter": iter, "str": str, "repr": repr, "bool": bool, "hash": hash},
-    **{"int": int, "float": float, "index": operator.index, "round": round},
+    **{kind.__name__: kind for kind in (len, next, iter, str, repr, bool, hash, int, float, round)},
     **{"enter": lambda a: a.__enter__(), "exit": lambda a, *error: a.__exit__(*error)},
 }
 """What the program does for a special method of its object."""
@@ -331,8 +330,7 @@ def update(value: Any, now: Any) -> None:
         for old, new in zip(value, now, strict=True):
             update(old, new)
     if isinstance(value, list):
-        kept = [isinstance(part, list | dict | set | Remote) for part in value] if len(value) == len(now) else []
-        value[:] = [old if keep else new for old, new, keep in zip(value, now, kept, strict=True)] if kept else now
+        value[:] = now
     elif isinstance(value, dict | set):
         value.clear()
         value.update(now)

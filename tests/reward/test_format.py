@@ -5,39 +5,19 @@ import pytest
 from specrl.reward.base import Sample
 from specrl.reward.format import FormatReward, well_formed
 
-
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "thus\n#### 18",
-        "#### -1,234.50\n\n",
-        "#### $18.",
-        r"so \boxed{18}.",
-        "\\[\n\\boxed{\\frac{1}{2}}\n\\]",
-        r"the answer is \boxed{x} dollars" + " a day" * 10,
-    ],
+WELL_FORMED = (
+    *("thus\n#### 18", "#### -1,234.50\n\n", "#### $18.", r"so \boxed{18}.", "\\[\n\\boxed{\\frac{1}{2}}\n\\]"),
+    r"the answer is \boxed{x} dollars" + " a day" * 10,
 )
-def test_well_formed(completion):
-    assert well_formed(completion)
-
-
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "",
-        "18",
-        "####",
-        "#### eighteen",
-        "#### 18\nand more",
-        "the end #### 18",
-        "##### 18",
-        r"\boxed{}",
-        r"\boxed{18",
-        r"\boxed{18}" + "x" * 101,
-    ],
+NOT_WELL_FORMED = (
+    *("", "18", "####", "#### eighteen", "#### 18\nand more", "the end #### 18", "##### 18", r"\boxed{}", r"\boxed{18"),
+    r"\boxed{18}" + "x" * 101,
 )
-def test_not_well_formed(completion):
-    assert not well_formed(completion)
+
+
+@pytest.mark.parametrize("completion", [*WELL_FORMED, *NOT_WELL_FORMED])
+def test_which_completions_end_in_an_answer(completion):
+    assert well_formed(completion) == (completion in WELL_FORMED)
 
 
 def test_thoughts_do_not_count_and_neither_does_correctness():
