@@ -133,7 +133,7 @@ class UserReward:
 def make_handler(spec: str) -> Callable[[dict[str, Any]], float | None]:
     """The handler that a worker of UserReward runs."""
     target, _ = find(spec)
-    reward = target() if inspect.isclass(target) else target
+    reward: Reward = target() if inspect.isclass(target) else target
 
     def handler(payload: dict[str, Any]) -> float | None:
         (outcome,) = checked_outcomes(reward, [Sample(**payload)])
