@@ -132,8 +132,9 @@ class UserReward:
 
 def make_handler(spec: str) -> Callable[[dict[str, Any]], float | None]:
     """The handler that a worker of UserReward runs."""
-    target, _ = find(spec)
-    reward: Reward = target() if inspect.isclass(target) else target
+    reward, _ = find(spec)
+    if inspect.isclass(reward):
+        reward = reward()
 
     def handler(payload: dict[str, Any]) -> float | None:
         (outcome,) = checked_outcomes(reward, [Sample(**payload)])
