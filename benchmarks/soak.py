@@ -66,7 +66,7 @@ LEGAL = {
     "trainer.save_every": ("3", "8"),
 }
 ILLEGAL = {"seed": "99", "trainer.learning_rate": "0.5", "rollout.temperature": "0.7", "rollout.group_size": "2"}
-CONTROL = {"reward.functions": "[rewards:leaky]", "reward.isolate_user": "false", "trainer.save_every": "2"}
+CONTROL = {"reward.functions": "[rewards:leaky]", "trainer.save_every": "2"}
 CONTROL_STEPS = 24
 
 
@@ -207,7 +207,7 @@ class Soak:
         self.check(leaks(quiet.samples))
         control = self.undisturbed("control", **CONTROL, **{"trainer.max_steps": str(CONTROL_STEPS)})
         if len(flagged := leaks(control.samples)) < 2:
-            self.check([f"the planted leak of memory and files was not found: {flagged}"])
+            self.check([f"the planted leak of memory and processes was not found: {flagged}"])
         lives = self.disturbed()
         self.compare(quiet.run, lives[-1].run)
         samples = [sample for life in lives for sample in life.samples]

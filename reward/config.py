@@ -8,9 +8,9 @@ from math import inf, isfinite
 from typing import Any, Literal
 
 
-def doc(default: Any, help: str, *, low: float = 0, high: float = inf) -> Any:
+def doc(default: Any, help: str, *, low: float = 0) -> Any:
     """As `doc` of rollout/sections.py, which the rewards do not depend on."""
-    metadata = {"help": help, "limits": (low, high)}
+    metadata = {"help": help, "limits": (low, inf)}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -26,12 +26,9 @@ class RewardConfig:
     timeout_s: float = doc(5.0, "seconds for one answer of a reward worker")
     memory_mb: int = doc(2048, "address-space limit of a reward worker in MB; 0 is none")
     workers: int = doc(1, "worker processes per reward that needs them", low=1)
-    start_timeout_s: float = doc(300.0, "seconds for a reward worker to start", low=1)
     on_limit: Literal["mask", "zero"] = doc(
         "mask", "reward of a response whose text exceeds timeout_s or memory_mb: none, or 0"
     )
-    max_failure_ratio: float = doc(0.05, "share of rows whose scoring may fail; more stop the run", high=1)
-    isolate_user: bool = doc(True, "run your functions in worker processes; false: in the trainer, without limits")
 
     def problems(self) -> Iterator[str]:
         """Messages for options of no use."""

@@ -8,11 +8,11 @@ cannot see this process. They get
 - process ids and a /proc of their own, and no network;
 - a user id that nothing else has where root started it, no privileges, and limits.
 
-A job is a line of JSON from descriptor JOB, one of
+A job is a line of JSON from the standard input, whose end ends the process. It is one of
 {"run": source, "inputs": [text]}: the source is run as a script on each input, each time in a process of its own, and
-how each one ended and what it printed is written to descriptor VERDICT, a line of JSON for each;
+how each one ended and what it printed is written to the standard output, a line of JSON for each;
 {"serve": source}: the source is loaded as a module, and descriptor PEER asks for its functions, see `remote.py`;
-{"judge": ...}: tests ask PEER, and their verdict is written to descriptor VERDICT, see `judge.py`.
+{"judge": ...}: tests ask PEER, and their verdict is written to the standard output, see `judge.py`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ import resource
 import select
 import signal
 import sys
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
+from importlib.machinery import SourceFileLoader
 from typing import Any
 
-JOB, VERDICT, LIFELINE, PEER = map(int, sys.argv[3:7] if __name__ == "__main__" else "0000")
-"""Descriptors of this process, beside its input and output; VERDICT is also told why the kernel refuses something."""
+LIFELINE, VERDICT, PEER = (os.dup(0), os.dup(1), int(sys.argv[3])) if __name__ == "__main__" else (0, 0, 0)
+"""Descriptors: the standard input and output that this process was started with, and a socket to another process.
+VERDICT is also told why the kernel refuses something."""
 TOO_LONG, NOT_CONFINED = 124, 125
 """Exit statuses: the deadline passed; the kernel refused a namespace."""
 FIRST_USER = 1_700_000_000
@@ -126,7 +129,9 @@ def inside(job: dict[str, Any], telling: int, user: int, seconds: float, memory_
         os.write(telling, f"{error}".encode())
         os._exit(NOT_CONFINED)
     os.close(telling)
-    limit(seconds, memory_mb)
+    cpu_s = int(seconds) + 1
+    more = {resource.RLIMIT_CPU: cpu_s, resource.RLIMIT_FSIZE: MAX_FILE, resource.RLIMIT_NPROC: MAX_PROCESSES}
+    limit(memory_mb, more)
     try:
         status = do(job)
     except SystemExit as end:
@@ -141,11 +146,9 @@ def own_root() -> None:
     base = "/tmp" if os.path.isdir("/tmp") else "/"
     mount(None, "/", None, RECURSIVE | PRIVATE)
     wanted = [*SYSTEM, sys.prefix, sys.base_prefix, *(path for path in sys.path if os.path.isdir(path)), *DEVICES]
-    wanted = [path for path in wanted if os.path.exists(path)]
-    followed = dict.fromkeys(link for path in wanted for link in links(path))
-    # Each path once: a descriptor that stayed open would lead to the old root.
-    sources = {path: os.open(path, os.O_PATH) for path in dict.fromkeys(map(os.path.realpath, wanted))}
-    targets = {link: os.readlink(link) for link in followed}
+    # A path through links is there by its names and where they lead.
+    paths = dict.fromkeys(each for path in wanted if os.path.exists(path) for each in (os.path.realpath(path), path))
+    sources = {path: os.open(path, os.O_PATH) for path in paths}
     mount("tmpfs", base, "tmpfs", NO_SETUID | NO_DEVICES, b"size=1048576,mode=755")
     for path in ("/proc", "/tmp", "/dev/shm"):
         os.makedirs(base + path, exist_ok=True)
@@ -160,33 +163,17 @@ def own_root() -> None:
     for path, source in sources.items():
         inner = base + path
         if not any(path == done or path.startswith(f"{done}/") for done in bound):
-            place(path, inner)
+            place(f"/proc/self/fd/{source}", inner)
             mount(f"/proc/self/fd/{source}", inner, None, BIND | RECURSIVE)
             if path not in DEVICES:
                 read_only(inner)
             bound.append(path)
         os.close(source)
-    for link, target in targets.items():
-        if not os.path.lexists(base + link):
-            os.makedirs(os.path.dirname(base + link), exist_ok=True)
-            os.symlink(target, base + link)
     read_only(base)
     os.chdir(base)
     checked(libc.pivot_root(b".", b"."), "pivot_root")  # the new root is over the old one, which is unmounted
     checked(libc.umount2(b".", DETACH), "umount2")
     os.chdir("/tmp")
-
-
-def links(path: str) -> list[str]:
-    """The symbolic links that lead from a path to its file or directory."""
-    walked = "/"
-    parts = path.strip("/").split("/")
-    for at, part in enumerate(parts):
-        walked = os.path.join(walked, part)
-        if os.path.islink(walked):
-            target = os.path.join(os.path.dirname(walked), os.readlink(walked), *parts[at + 1 :])
-            return [walked, *links(os.path.normpath(target))]
-    return []
 
 
 def place(path: str, inner: str) -> None:
@@ -225,16 +212,10 @@ def drop_privileges(user: int) -> None:
     checked(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
 
-def limit(seconds: float, memory_mb: int) -> None:
-    limits = {
-        resource.RLIMIT_CPU: int(seconds) + 1,
-        resource.RLIMIT_FSIZE: MAX_FILE,
-        resource.RLIMIT_NPROC: MAX_PROCESSES,
-        resource.RLIMIT_CORE: 0,
-    }
-    if memory_mb:
-        limits[resource.RLIMIT_AS] = memory_mb * 2**20
-    for name, most in limits.items():
+def limit(memory_mb: int, more: Mapping[int, int]) -> None:
+    """Bounds the address space of this process, unless it is 0, and more; an inherited hard limit below one stays."""
+    memory = {resource.RLIMIT_AS: memory_mb * 2**20} if memory_mb else {}
+    for name, most in {resource.RLIMIT_CORE: 0, **memory, **more}.items():
         _, hard = resource.getrlimit(name)
         value = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(name, (value, value))
@@ -248,15 +229,10 @@ def checked(result: int, call: str) -> None:
 
 def helpers(job: dict[str, Any]) -> None:
     """Imports what a job needs from beside this file, before the root changes."""
-    import importlib.util
-
     for name in ("remote", "judge") if "judge" in job else ("remote",) if "serve" in job else ():
+        sys.modules[name] = types.ModuleType(name)
         path = os.path.join(os.path.dirname(__file__), f"{name}.py")
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
+        SourceFileLoader(name, path).exec_module(sys.modules[name])
 
 
 def do(job: dict[str, Any]) -> int:
@@ -267,7 +243,7 @@ def do(job: dict[str, Any]) -> int:
 
         verdict = judged(job["judge"], Peer(PEER))
         with os.fdopen(VERDICT, "w") as out:
-            json.dump(verdict, out)
+            print(json.dumps(verdict), file=out)
         return 0
     if "serve" in job:
         os.close(VERDICT)
@@ -319,7 +295,9 @@ def fork_for_each(inputs: list[str]) -> bool:
 
 
 if __name__ == "__main__":
-    with os.fdopen(JOB, "rb") as channel:
+    with open(0, "rb", closefd=False) as channel, open(os.devnull, "r+b", buffering=0) as nothing:
         given = json.loads(channel.readline())
+        for standard in (0, 1):
+            os.dup2(nothing.fileno(), standard)
     helpers(given)
     raise SystemExit(confine(given, float(sys.argv[1]), int(sys.argv[2])))

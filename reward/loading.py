@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import os
@@ -33,7 +32,7 @@ def load_rewards(config: RewardConfig) -> RewardSet:
             reward = load_reward(spec, config)
             loaded.callback(getattr(reward, "close", lambda: None))
             rewards.append(reward)
-        combined = RewardSet(rewards, config.weights, config.max_failure_ratio, config.on_limit)
+        combined = RewardSet(rewards, config.weights, config.on_limit)
         loaded.pop_all()  # from here on `combined.close` closes them
     return combined
 
@@ -52,46 +51,23 @@ def check(config: RewardConfig, columns: Collection[str] | None = None) -> None:
     names = [found[spec][1] if spec in found else spec for spec in config.functions]
     check_settings(names, config.weights or [1.0] * len(names))
     for spec, (target, _) in found.items():
-        absent = [] if columns is None else [name for name in _needed(target) if name not in columns]
-        if absent:
+        if columns is None or not isinstance(target, FunctionReward):
+            continue
+        if absent := sorted(target.needed.difference(columns)):
             raise RewardError(
                 f"reward {spec!r} needs the column {absent[0]!r}, which the data does not have. It has: "
-                f"{', '.join(columns or ()) or 'none'}. Rename it, or give that parameter a default"
+                f"{', '.join(columns) or 'none'}. Rename it, or give that parameter a default"
             )
-
-
-def _needed(target: Callable[..., Any]) -> list[str]:
-    """The columns without which a plain function cannot be called."""
-    if inspect.isclass(target) or _has_name(target):
-        return []
-    try:
-        parameters = [*inspect.signature(target).parameters.values()][3:]
-    except ValueError:  # a C function without a signature
-        return []
-    fixed = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in fixed]
-    return [name for name in needed if name != "messages"]
 
 
 def load_reward(spec: str, config: RewardConfig | None = None) -> Reward:
     """A built-in reward by name, or a user-defined one as "module:attribute"; RewardError says why it cannot be loaded.
 
     The attribute is a Reward object, a class of them that needs no arguments, or a plain function
-    `f(prompt, completion, answer, **fields) -> float`. With `config.isolate_user` it runs in worker processes.
+    `f(prompt, completion, answer, **fields) -> float`. It runs in worker processes.
     """
     config = config or RewardConfig()
-    if spec in BUILT_IN:
-        return resolve_name(BUILT_IN[spec])(config)
-    target, name = find(spec)
-    if config.isolate_user:
-        return IsolatedReward(spec, name, config, target)
-    reward: Any = target
-    if inspect.isclass(target):
-        try:
-            reward = target()
-        except Exception as error:
-            raise RewardError(f"reward {spec!r} cannot be created without arguments: {error!r}") from error
-    return reward if _has_name(reward) else FunctionReward(reward, name)
+    return resolve_name(BUILT_IN[spec])(config) if spec in BUILT_IN else UserReward(spec, config)
 
 
 class FunctionReward:
@@ -108,56 +84,57 @@ class FunctionReward:
         self._function = function
         self.columns: set[str] | None = None
         """The columns that the function takes; None is all of them."""
+        self.needed: set[str] = set()
+        """The columns without which it cannot be called."""
         try:
             signature = inspect.signature(function)
             signature.bind_partial("prompt", "completion", "answer")
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # ValueError: a function in C without a signature
             raise RewardError(f"reward {name!r} must take (prompt, completion, answer, **fields): {error}") from None
-        except ValueError:  # a C function without a signature
-            return
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+        parameters = [*signature.parameters.values()]
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             self.columns = set(signature.parameters)
+        fixed = [p for p in parameters[3:] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        self.needed = {p.name for p in fixed if p.default is p.empty} - {"messages"}
 
     def __call__(self, samples: Sequence[Sample]) -> list[Outcome]:
         return [attempt(self._score, sample) for sample in samples]
 
+    def taken(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The columns of a row that the function takes."""
+        return {name: value for name, value in fields.items() if self.columns is None or name in self.columns}
+
     def _score(self, sample: Sample) -> Any:
-        columns = {"messages": sample.messages} | sample.fields
-        if self.columns is not None:
-            columns = {key: value for key, value in columns.items() if key in self.columns}
+        columns = self.taken({"messages": sample.messages} | sample.fields)
         return self._function(sample.prompt, sample.completion, sample.answer, **columns)
 
 
-class IsolatedReward:
-    """A user-defined reward in killable worker processes (`reward.isolate_user`), one sample per call.
+class UserReward:
+    """A user-defined reward in killable worker processes, one sample per call.
 
     A plain function gets only the columns that it takes, as JSON carries them there.
-
-    Args: target: the reward itself, for what it declares; it runs in the workers only.
     """
 
-    def __init__(self, spec: str, name: str, config: RewardConfig, target: Callable[..., Any]):
-        self.name = name
-        self.deterministic = getattr(target, "deterministic", False)
-        self.verifiable = getattr(target, "verifiable", False)
-        plain = not inspect.isclass(target) and not _has_name(target)
-        self._columns = FunctionReward(target, name).columns if plain else None
+    def __init__(self, spec: str, config: RewardConfig):
+        self._target, self.name = find(spec)
+        self.deterministic = getattr(self._target, "deterministic", False)
+        self.verifiable = getattr(self._target, "verifiable", False)
         self.pool = WorkerPool("specrl.reward.loading:make_handler", config, [spec])
         self.pool.start()
 
     def __call__(self, samples: Sequence[Sample]) -> list[Outcome]:
-        return self.pool.map([vars(sample) | {"fields": self._taken(sample.fields)} for sample in samples])
-
-    def _taken(self, fields: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in fields.items() if self._columns is None or name in self._columns}
+        taken = self._target.taken if isinstance(self._target, FunctionReward) else dict
+        return self.pool.map([vars(sample) | {"fields": taken(sample.fields)} for sample in samples])
 
     def close(self) -> None:
         self.pool.close()
 
 
 def make_handler(spec: str) -> Callable[[dict[str, Any]], float | None]:
-    """The handler that a worker of IsolatedReward runs."""
-    reward = load_reward(spec, RewardConfig(isolate_user=False))
+    """The handler that a worker of UserReward runs."""
+    reward, _ = find(spec)
+    if inspect.isclass(reward):
+        reward = reward()
 
     def handler(payload: dict[str, Any]) -> float | None:
         (outcome,) = checked_outcomes(reward, [Sample(**payload)])
@@ -168,18 +145,16 @@ def make_handler(spec: str) -> Callable[[dict[str, Any]], float | None]:
     return handler
 
 
-def find(spec: str) -> tuple[Callable[..., Any], str]:
-    """The callable at "module:attribute", whose signature is checked, and the name for its results.
+def find(spec: str) -> tuple[Any, str]:
+    """The reward or the class of rewards at "module:attribute", whose signature is checked, and its name.
 
     Raises RewardError.
     """
     module_name, _, attribute = spec.partition(":")
     if not (module_name and attribute):
-        module_path, _, last = spec.rpartition(".")
-        guess = [f"{module_path}:{last}"] if module_path else difflib.get_close_matches(spec, BUILT_IN, n=1)
         raise RewardError(
-            f"unknown reward {spec!r}{_did_you_mean(guess)}. Known: {', '.join(BUILT_IN)}; "
-            "a user-defined function is written module:attribute, for example my_rewards:brevity"
+            f"unknown reward {spec!r}. Known: {', '.join(BUILT_IN)}; a user-defined function is written "
+            "module:attribute, for example my_rewards:brevity"
         )
     try:
         module = importlib.import_module(module_name)
@@ -189,32 +164,16 @@ def find(spec: str) -> tuple[Callable[..., Any], str]:
             reason = f"it is neither in {os.getcwd()}, where the run starts, nor on PYTHONPATH"
         raise RewardError(f"reward {spec!r}: module {module_name!r} cannot be imported: {reason}") from error
     if not hasattr(module, attribute):
-        near = difflib.get_close_matches(attribute, dir(module), n=1)
-        raise RewardError(
-            f"reward {spec!r}: module {module_name!r} has no attribute {attribute!r}{_did_you_mean(near)}"
-        )
+        raise RewardError(f"reward {spec!r}: module {module_name!r} has no attribute {attribute!r}")
     target = getattr(module, attribute)
     if not callable(target):
         raise RewardError(f"reward {spec!r} must be callable, but it is {type(target).__name__} {target!r:.80}")
-    if inspect.isclass(target):
-        _check_constructor(spec, target)
-    elif not _has_name(target):
-        FunctionReward(target, attribute)
-    return target, target.name if _has_name(target) else attribute
-
-
-def _did_you_mean(names: Sequence[str]) -> str:
-    return f"; did you mean {names[0]!r}?" if names else ""
-
-
-def _has_name(target: Any) -> bool:
-    return isinstance(getattr(target, "name", None), str)
-
-
-def _check_constructor(spec: str, target: type) -> None:
+    named = isinstance(getattr(target, "name", None), str)
+    name = target.name if named else attribute
+    if not inspect.isclass(target):
+        return target if named else FunctionReward(target, name), name
     try:
         inspect.signature(target).bind()
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise RewardError(f"reward {spec!r} cannot be created without arguments: {error}") from None
-    except ValueError:  # a C class without a signature
-        return
+    return target, name

@@ -20,20 +20,18 @@ class Memo:
 
     def __init__(self, max_rows: int = MAX_ROWS):
         self._max_rows = max_rows
-        self._scores: OrderedDict[bytes, float] = OrderedDict()  # least recently used first
+        self._scores: OrderedDict[bytes | int, float] = OrderedDict()  # least recently used first
 
     def outcomes(
         self, samples: Sequence[Sample], score: Callable[[list[Sample]], list[Outcome]]
     ) -> tuple[list[Outcome], int]:
-        """Outcomes in the order of the samples, and how many were reused; `score` is called with the others."""
-        digests = [digest(sample) for sample in samples]
-        outcomes: list[Outcome] = [self._scores.get(key) if key else None for key in digests]
-        new = [i for i, outcome in enumerate(outcomes) if outcome is None]
-        if new:
-            for i, outcome in zip(new, score([samples[i] for i in new]), strict=True):
-                outcomes[i] = outcome
-        for key, outcome in zip(digests, outcomes, strict=True):
-            if key is not None and isinstance(outcome, float):
+        """Outcomes in the order of the samples, and how many were reused; `score` is called once for equal ones."""
+        keys = [digest(sample) or number for number, sample in enumerate(samples)]
+        new = {key: sample for key, sample in zip(keys, samples, strict=True) if key not in self._scores}
+        found = dict(zip(new, score([*new.values()]) if new else (), strict=True))
+        outcomes = [found[key] if key in found else self._scores[key] for key in keys]
+        for key, outcome in zip(keys, outcomes, strict=True):
+            if isinstance(key, bytes) and isinstance(outcome, float):
                 self._scores[key] = outcome
                 self._scores.move_to_end(key)
         while len(self._scores) > self._max_rows:

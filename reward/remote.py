@@ -20,35 +20,46 @@ from collections.abc import Callable
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from fractions import Fraction
+from importlib.machinery import SourceFileLoader
 from typing import Any
 
-PLAIN: dict[type, Callable[[Any], str]] = {str: str.__str__, float: float.__repr__, int: int.__repr__}
-"""How a value is written that may be of a subclass."""
-LIBRARY: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "bytes": (bytes, list, bytes),
-    "bytearray": (bytearray, list, bytearray),
-    "complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
-    "range": (range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+TEXTS: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+    "str": (str, str.__str__, str),
+    "float": (float, float.__repr__, float),
+    "int": (int, int.__repr__, int),
+    "complex": (complex, complex.__repr__, complex),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "bytearray": (bytearray, bytearray.hex, bytearray.fromhex),
     "Decimal": (Decimal, str, Decimal),
-    "Fraction": (Fraction, lambda value: [value.numerator, value.denominator], lambda parts: Fraction(*parts)),
+    "Fraction": (Fraction, str, Fraction),
     "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
     "date": (date, date.isoformat, date.fromisoformat),
-    "timedelta": (timedelta, lambda value: [value.days, value.seconds, value.microseconds], lambda p: timedelta(*p)),
+    "timedelta": (
+        timedelta,
+        lambda t: f"{t.days} {t.seconds} {t.microseconds}",
+        lambda text: timedelta(*map(int, text.split())),
+    ),
+    "range": (range, lambda r: f"{r.start} {r.stop} {r.step}", lambda text: range(*map(int, text.split()))),
 }
+"""Types whose values travel as text, how it is written, and how it is read."""
 CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+COMPARISONS = "eq", "lt", "le", "gt", "ge"
 ARITHMETIC = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"),
 )
-OPERATORS: dict[str, Callable[..., Any]] = {
-    **{name: getattr(operator, f"__{name}__") for name in ARITHMETIC},
-    **{name: getattr(operator, f"__{name}__") for name in ("neg", "pos", "abs", "invert")},
-    **{name: getattr(operator, f"__{name}__") for name in ("getitem", "setitem", "delitem", "contains")},
-    **{"len": len, "next": next, "iter": iter, "str": str, "repr": repr, "bool": bool, "hash": hash},
-    **{"int": int, "float": float, "index": operator.index, "round": round},
+FORWARDED: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, f"__{name}__") for name in ("neg", "pos", "abs", "invert", "index")},
+    **{name: getattr(operator, f"__{name}__") for name in ("getitem", "setitem", "delitem")},
+    **{kind.__name__: kind for kind in (len, next, iter, str, repr, bool, hash, int, float, round)},
     **{"enter": lambda a: a.__enter__(), "exit": lambda a, *error: a.__exit__(*error)},
 }
-"""What an action with the name of a special method does."""
-COMPARISONS = {name: getattr(operator, name) for name in ("eq", "lt", "le", "gt", "ge")}
+"""What the program does for a special method of its object."""
+ACTIONS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, f"__{name}__") for name in (*ARITHMETIC, *COMPARISONS)},
+    **FORWARDED,
+    **{"get": getattr, "set": setattr, "call": lambda function, values, options: function(*values, **options)},
+    **{"contains": operator.contains, "is_instance": lambda kind, value: isinstance(value, kind)},
+}
 USUAL = "bisect", "collections", "functools", "heapq", "itertools", "typing"
 """Modules whose names a program has, as the sites of such tasks have them; these and MORE are there as modules, too."""
 MORE = "copy", "math", "operator", "re", "string", "sys"
@@ -56,10 +67,6 @@ MORE = "copy", "math", "operator", "re", "string", "sys"
 
 class Unsupported(BaseException):  # tests that catch exceptions do not catch it
     """Tests give the program something that does not travel, so they say nothing about it."""
-
-
-class Ended(BaseException):
-    """The other process has ended, or does not keep to the protocol."""
 
 
 # The program's side -----------------------------------------------------------------------------------------------
@@ -92,22 +99,17 @@ def serve(descriptor: int) -> None:
 
 def load(name: str, path: str, names: dict[str, Any]) -> types.ModuleType:
     """A file as a module, in which these names are there already."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    vars(module).update({key: value for key, value in names.items() if not key.startswith("__")})
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
+    module = sys.modules[name] = types.ModuleType(name)
+    vars(module).update({key: value for key, value in names.items() if not key.startswith("__")}, __file__=path)
+    SourceFileLoader(name, path).exec_module(module)
     return module
 
 
 def _kind(value: Any) -> str:
+    """The name of a module, "error" for a class of exceptions, nothing for anything else."""
     if isinstance(value, types.ModuleType):
-        return f"module {value.__name__}"
-    if isinstance(value, type):
-        return f"class {'error' if issubclass(value, BaseException) else 'object'} {value.__module__}"
-    return "value"
+        return value.__name__
+    return "error" if isinstance(value, type) and issubclass(value, BaseException) else ""
 
 
 class Objects(list[Any]):
@@ -125,26 +127,15 @@ class Objects(list[Any]):
 
 
 def _answer(request: list[Any], objects: Objects) -> dict[str, Any]:
-    """The result of a request: `get` an attribute, `call`, or an operator, of an object by its number."""
+    """The result of a request: an action on an object by its number, or the value that it derives from."""
     action, number, *operands = request
     try:
         target = objects[number]
-        given = [decoded(operand, objects.__getitem__) for operand in operands]
-        if action == "get":
-            value = getattr(target, given[0])
-        elif action == "set":
-            setattr(target, given[0], given[1])
-            value = None
-        elif action == "call":
-            value = target(*given[0], **given[1])
-        elif action == "plain":
-            return {"value": encoded(target, objects, of_program=False), "changed": []}
-        elif action in COMPARISONS:
-            value = bool(COMPARISONS[action](target, given[0]))
-        else:
-            value = OPERATORS[action](target, *given)
-        changed = [encoded(operand, objects) for operand in given]
-        return {"value": encoded(value, objects), "changed": changed}
+        if action == "plain":
+            return {"value": encoded(target, objects.number, of_program=False), "changed": []}
+        given = [decoded(operand, lambda number, _: objects[number]) for operand in operands]
+        value = encoded(ACTIONS[action](target, *given), objects.number)
+        return {"value": value, "changed": [encoded(operand, objects.number) for operand in given]}
     except Exception as error:
         return {"error": type(error).__name__, "of": type(error).__module__, "text": str(error)[:1000]}
 
@@ -152,52 +143,45 @@ def _answer(request: list[Any], objects: Objects) -> dict[str, Any]:
 # Values -----------------------------------------------------------------------------------------------------------
 
 
-def encoded(value: Any, objects: Objects, of_program: bool = True) -> Any:
-    """A value as JSON types: itself, or [name of its type, content]. Others are added to `objects` and named.
+def encoded(value: Any, number: Callable[[Any], int], of_program: bool = True) -> Any:
+    """A value as JSON types: itself, or [name of its type, content]; for others ["object", number, name of its type].
 
     Args: of_program: whether a value whose class is the program's is an object.
     """
     if value is None or value is True or value is False:
         return value
     if isinstance(value, Remote):
-        return ["object", value._number]
-    if of_program and type(value).__module__ == "solution":
-        return ["object", objects.number(value), type(value).__name__, "solution"]
-    for kind, written in PLAIN.items():
+        return ["object", value._number, ""]
+    if type(value).__module__ == "solution" and of_program:
+        return ["object", number(value), type(value).__name__]
+    for name, (kind, written, _) in TEXTS.items():
         if isinstance(value, kind):
-            return [kind.__name__, written(value)]
+            return [name, written(value)]
     if isinstance(value, dict):
-        return ["dict", [[encoded(key, objects), encoded(part, objects)] for key, part in dict.items(value)]]
+        return ["dict", [[encoded(key, number), encoded(part, number)] for key, part in dict.items(value)]]
     for name, kind in CONTAINERS.items():
         if isinstance(value, kind):
-            return [name, [encoded(part, objects) for part in kind.__iter__(value)]]
-    for name, (kind, content, _) in LIBRARY.items():
-        if isinstance(value, kind):
-            return [name, content(value)]
+            return [name, [encoded(part, number) for part in kind.__iter__(value)]]
     if type(value).__module__ == "numpy":
-        content = encoded(value.tolist(), objects)
+        content = encoded(value.tolist(), number)
         return ["numpy", [content, str(value.dtype)]] if value.ndim else content
-    return ["object", objects.number(value), type(value).__name__, type(value).__module__]
+    return ["object", number(value), "" if isinstance(value, type) else type(value).__name__]
 
 
-def decoded(content: Any, named: Callable[..., Any]) -> Any:
-    """The value of `encoded`. Args: named: what stands for an object, from its number, type and module."""
+def decoded(content: Any, named: Callable[[int, str], Any]) -> Any:
+    """The value of `encoded`. Args: named: what stands for an object, from its number and the name of its type."""
     if content is None or isinstance(content, bool):
         return content
     name, inner, *rest = content
     if name == "object":
         return named(inner, *rest)
-    if name == "str":
-        return inner
-    if name in ("int", "float"):
-        return getattr(builtins, name)(inner)
     if name == "dict":
         return {decoded(key, named): decoded(part, named) for key, part in inner}
     if name in CONTAINERS:
         return CONTAINERS[name](decoded(part, named) for part in inner)
     if name == "numpy":
         return importlib.import_module("numpy").array(decoded(inner[0], named), inner[1])
-    return LIBRARY[name][2](inner)
+    return TEXTS[name][2](inner)
 
 
 # The tests' side ---------------------------------------------------------------------------------------------------
@@ -210,38 +194,36 @@ class Peer:
         sys.set_int_max_str_digits(0)
         self._channel = socket.socket(fileno=descriptor).makefile("rwb")
         self._errors: dict[str, type[Exception]] = {}
-        self._classes: dict[str, Kind] = {}
         self._remotes: dict[int, Remote] = {}
         self._attributes: deque[tuple[Any, Any]] = deque(maxlen=8)  # containers that were asked for, and their content
+        self.made: set[str] = set()
+        """Names of the program's classes of which the tests make objects."""
 
     def module(self) -> types.ModuleType:
-        """The module `solution`, whose names stand for those of the program. Raises Ended if it could not be loaded."""
+        """The module `solution`, whose names stand for the program's. Raises SystemExit if it could not be loaded."""
         module = types.ModuleType("solution")
         for name, kind in self._receive().items():
-            word, *rest = kind.split(" ")
-            if word == "module":
-                if importlib.util.find_spec(rest[0].partition(".")[0]) is not None:
-                    setattr(module, name, importlib.import_module(rest[0]))
-            elif word == "class" and rest[0] == "error":
+            if kind == "error":
                 setattr(module, name, self._error(name))
-            elif word == "class":
-                cls = self._class(name, rest[1])
-                cls._origin = self.ask("get", 0, name)
-                setattr(module, name, cls)
-            else:
+            elif not kind:
                 setattr(module, name, self.ask("get", 0, name))
+            elif importlib.util.find_spec(kind.partition(".")[0]) is not None:
+                setattr(module, name, importlib.import_module(kind))
         return module
 
     def ask(self, action: str, number: int, *operands: Any) -> Any:
-        """The result of an action on an object of the program. Raises what the program raised, Unsupported, Ended."""
-        if any(encoded(value, _Unknown()) != content for value, content in self._attributes):
+        """The result of an action on an object of the program.
+
+        Raises what the program raised, Unsupported, or SystemExit where the program has ended.
+        """
+        if any(encoded(value, _no_number) != content for value, content in self._attributes):
             raise Unsupported("the tests change a container that is an attribute of the program's")
-        sent = [encoded(operand, _Unknown()) for operand in operands]
+        sent = [encoded(operand, _no_number) for operand in operands]
         try:
             self._channel.write(json.dumps([action, number, *sent]).encode() + b"\n")
             self._channel.flush()
         except OSError:
-            raise Ended from None
+            raise SystemExit from None
         reply = self._receive()
         if "error" in reply:
             known = getattr(builtins, reply["error"], None)
@@ -254,7 +236,7 @@ class Peer:
             update(operand, decoded(now, self._named))
         value = decoded(reply["value"], self._named)
         if action == "get" and isinstance(value, list | dict | set):
-            self._attributes.append((value, encoded(value, _Unknown())))
+            self._attributes.append((value, encoded(value, _no_number)))
         return value
 
     def _receive(self) -> Any:
@@ -262,66 +244,37 @@ class Peer:
         try:
             return json.loads(line)
         except ValueError:
-            raise Ended from None
+            raise SystemExit from None
 
-    def _named(self, number: int, name: str, module: str) -> Remote:
-        if number not in self._remotes:
-            made: Any = self._class(name, module)
-            self._remotes[number] = object.__new__(made)
-            object.__setattr__(self._remotes[number], "_number", number)
-        return self._remotes[number]
-
-    def _class(self, name: str, module: str) -> Kind:
-        key = f"{module}.{name}"
-        if key not in self._classes:
-            self._classes[key] = Kind(name, (Remote,), {"_peer": self, "_origin": None, "__doc__": DOC})
-        return self._classes[key]
+    def _named(self, number: int, kind: str) -> Remote:
+        return self._remotes.setdefault(number, Remote(self, number, kind))
 
     def _error(self, name: str) -> type[Exception]:
         return self._errors.setdefault(name, type(name, (Exception,), {}))
 
 
-class _Unknown(Objects):
-    """Objects of the tests, which do not travel."""
-
-    def number(self, value: Any) -> int:
-        raise Unsupported(f"the tests pass a {type(value).__name__} to the program")
+def _no_number(value: Any) -> int:
+    raise Unsupported(f"the tests pass a {type(value).__name__} to the program")
 
 
-class Kind(type):
-    """The class of an object of the program, whose attributes are those of the program's class."""
-
-    _origin: Any
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__") or cls._origin is None:
-            raise AttributeError(name)
-        return getattr(cls._origin, name)
-
-
-class Remote(metaclass=Kind):
-    """An object of the program. Its class stands for the program's class and makes its instances."""
+class Remote:
+    """An object of the program, also a class or a function. Args: kind: the name of its class; empty for a class."""
 
     _peer: Peer
-    _origin: Any
-    _made = False
-    """Whether the tests make objects of this class."""
     _number: int
+    _kind: str
 
-    def __init_subclass__(cls) -> None:
-        if "_origin" not in vars(cls):
-            raise Unsupported(f"the tests derive {cls.__name__} from a class of the program")
+    def __init__(self, peer: Peer, number: int, kind: str):
+        vars(self).update(_peer=peer, _number=number, _kind=kind)
 
-    def __new__(cls, *values: Any, **options: Any) -> Any:
-        cls._made = True
-        return cls._origin(*values, **options)
-
-    def __init__(self, *values: Any, **options: Any):
-        """The program's class has made the object."""
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> Any:
+        raise Unsupported("the tests derive a class from one of the program's")
 
     def __call__(self, *values: Any, **options: Any) -> Any:
-        lists = list(values)
-        return self._peer.ask("call", self._number, lists, options)
+        result = self._peer.ask("call", self._number, list(values), options)
+        if not self._kind and isinstance(result, Remote):
+            self._peer.made.add(result._kind)
+        return result
 
     def __getattr__(self, name: str) -> Any:
         return self._peer.ask("get", self._number, name)
@@ -329,11 +282,14 @@ class Remote(metaclass=Kind):
     def __setattr__(self, name: str, value: Any) -> None:
         self._peer.ask("set", self._number, name, value)
 
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, Remote) and self._peer.ask("is_instance", self._number, value)
+
     def __contains__(self, value: Any) -> bool:
         """The program decides it for its own objects, and for those of a class that the tests make objects of. For what
         else a function returns the tests look through it, as else the program would decide what is right.
         """
-        if isinstance(value, Remote) or self._made:
+        if isinstance(value, Remote) or self._kind in self._peer.made:
             return self._peer.ask("contains", self._number, value)
         return any(part == value for part in self._peer.ask("iter", self._number))
 
@@ -347,12 +303,11 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 def _on_values(name: str, is_right: bool = False) -> Callable[[Remote, Any], Any]:
-    """A comparison or arithmetic. The program does it for two of its objects. With a value it is done here on what the
-    object derives from, and fails if that is no value: else the program would decide what is right.
+    """An operator. The program does it for two of its objects. With a value it is done here on what the object derives
+    from, and fails if that is no value: else the program would decide what is right.
 
     Args: is_right: whether the object is the right operand.
     """
-    function = getattr(operator, f"__{name}__")
 
     def result(self: Remote, other: Any) -> Any:
         if isinstance(other, Remote):
@@ -360,18 +315,17 @@ def _on_values(name: str, is_right: bool = False) -> Callable[[Remote, Any], Any
         plain = self._plain()
         if isinstance(plain, Remote):
             return NotImplemented
-        return function(other, plain) if is_right else function(plain, other)
+        return ACTIONS[name](other, plain) if is_right else ACTIONS[name](plain, other)
 
     return result
 
 
-for _name in OPERATORS.keys() - {*ARITHMETIC, "contains"}:
+for _name in FORWARDED:
     setattr(Remote, f"__{_name}__", _forwarded(_name))
-for _name in (*COMPARISONS, *ARITHMETIC):
+for _name in (*ARITHMETIC, *COMPARISONS):
     setattr(Remote, f"__{_name}__", _on_values(_name))
 for _name in ARITHMETIC:
     setattr(Remote, f"__r{_name}__", _on_values(_name, is_right=True))
-DOC = property(lambda self: self._peer.ask("get", self._number, "__doc__"))
 
 
 def update(value: Any, now: Any) -> None:
@@ -382,8 +336,7 @@ def update(value: Any, now: Any) -> None:
         for old, new in zip(value, now, strict=True):
             update(old, new)
     if isinstance(value, list):
-        kept = [isinstance(part, list | dict | set | Remote) for part in value] if len(value) == len(now) else []
-        value[:] = [old if keep else new for old, new, keep in zip(value, now, kept, strict=True)] if kept else now
+        value[:] = now
     elif isinstance(value, dict | set):
         value.clear()
         value.update(now)

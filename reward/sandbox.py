@@ -54,41 +54,39 @@ class Confined:
 
     def __init__(self, job: dict[str, Any], seconds: float, memory_mb: int, peer: socket.socket | None = None):
         self._seconds = seconds
-        job_end, self._job = os.pipe()
-        self._verdict, verdict_end = os.pipe()
-        lifeline_end, self._lifeline = os.pipe()
-        ends = [job_end, verdict_end, lifeline_end]
-        peer_end = peer.fileno() if peer else lifeline_end
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", str(SCRIPT), str(seconds), str(memory_mb), *map(str, [*ends, peer_end])],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={"PATH": os.defpath, "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
-                pass_fds={*ends, peer_end},
-                start_new_session=True,
-            )
-        finally:
-            for end in ends:
-                os.close(end)
-        with suppress(BrokenPipeError), os.fdopen(self._job, "wb") as channel:  # it may have ended and say why
-            channel.write(json.dumps(job).encode() + b"\n")
+        descriptor = peer.fileno() if peer else 2
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", str(SCRIPT), str(seconds), str(memory_mb), str(descriptor)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={"PATH": os.defpath, "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+            pass_fds=[descriptor],
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._lifeline = self._process.stdin
+        self._verdict = self._process.stdout
+        with suppress(BrokenPipeError):  # it may have ended and say why
+            self._lifeline.write(json.dumps(job).encode() + b"\n")
+            self._lifeline.flush()
 
     def __enter__(self) -> Confined:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._lifeline)  # it kills what it started and ends
+        with suppress(BrokenPipeError):
+            self._lifeline.close()  # it kills what it started and ends
         self._process.wait(GRACE_S)
-        os.close(self._verdict)
+        self._verdict.close()
 
     def lines(self) -> Iterator[bytes]:
         """The lines of its verdict as they come. Raises TimeoutError, NotConfinedError."""
         deadline = time.monotonic() + self._seconds + GRACE_S
         read = b""
         while select.select([self._verdict], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            part = os.read(self._verdict, 2**16)
+            part = os.read(self._verdict.fileno(), 2**16)
             *whole, read = (read + part).split(b"\n") if b"\n" in part else (read + part,)
             yield from whole
             if not part or len(read) > MAX_LINE:
@@ -98,8 +96,6 @@ class Confined:
             raise TimeoutError(f"the program ran for more than {self._seconds:g} s")
         if code == confined.NOT_CONFINED:
             raise NotConfinedError(read.decode(errors="replace"))
-        if read:
-            yield read
 
 
 def runs(program: str, inputs: Sequence[str], *, seconds: float, memory_mb: int) -> Generator[Ran, None, None]:
@@ -120,7 +116,7 @@ def run(program: str, stdin: str = "", *, seconds: float, memory_mb: int) -> Ran
 def passes(program: str, tests: dict[str, Any], *, seconds: float, memory_mb: int) -> bool:
     """Whether a program passes tests that call it. They run in a process that the program cannot see.
 
-    Args: tests: `source` and `entry`, or `function` and `calls`, as UnitTests has them.
+    Args: tests: `source`, or `function` and `calls`, as UnitTests has them.
 
     Raises:
         TimeoutError, NotConfinedError: as `run`.

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from hashlib import blake2b
 from itertools import takewhile
 
 from specrl.reward.base import LimitError, Outcome, Reward, RewardError, Sample, checked_outcomes
 from specrl.reward.config import RewardConfig
 from specrl.reward.memo import Memo
 
+FAILED_SHARE = 0.05
+"""Of the rows, which may have no score because their reward failed; more stop the run."""
 WINDOW_PROMPTS = 100  # the rows of a prompt fail together, so the size of a sample is counted in prompts
 WINDOW_BATCHES = 4
 MIN_FAILED_ROWS = 16  # fewer rows than this may all fail by chance
@@ -45,37 +46,26 @@ class RewardSet:
 
     A row is checked when it is scored first (`Reward.check`); one that cannot be scored has no score.
 
-    A reward stops the run with RewardError when more than `max_failure_ratio` of its latest rows failed, or none has a
-    score (see `FailureWindow`). A text that a healthy worker cannot score within its limits is no failure: it has no
+    A reward stops the run with RewardError when more than FAILED_SHARE of its latest rows failed, or none has a score
+    (see `FailureWindow`). A text that a healthy worker cannot score within its limits is no failure: it has no
     score, or 0.0 with `on_limit="zero"`. A zero needs a second attempt, as a stalled machine must not become a 0.
     """
 
-    def __init__(
-        self,
-        rewards: Sequence[Reward],
-        weights: Sequence[float] = (),
-        max_failure_ratio: float = 0.05,
-        on_limit: str = "mask",
-    ):
+    def __init__(self, rewards: Sequence[Reward], weights: Sequence[float] = (), on_limit: str = "mask"):
         names = [reward.name for reward in rewards]
         weights = list(weights) or [1.0] * len(names)
         check_settings(names, weights)
         self.rewards = dict(zip(names, rewards, strict=True))
         self.weights = dict(zip(names, weights, strict=True))
-        self.max_failure_ratio = max_failure_ratio
         self.on_limit = on_limit
-        self._failures = {name: FailureWindow(max_failure_ratio) for name in names}
-        deterministic = [
-            name for name, reward in self.rewards.items() if getattr(reward, "deterministic", False) is True
-        ]
-        self._memos = {name: Memo() for name in deterministic}
-        self._sound: dict[str, set[bytes]] = {name: set() for name in names}  # digests of rows
+        self._failures = {name: FailureWindow() for name in names}
+        self._memos = {name: Memo() for name in self._declared("deterministic")}
+        self._sound = {name: Memo() for name in names}  # 1.0 for each row that can be scored
 
     @property
     def verifiable(self) -> str:
         """The first reward whose scores are correctness, empty if there is none. Its weight may be 0."""
-        names = (name for name, reward in self.rewards.items() if getattr(reward, "verifiable", False) is True)
-        return next(names, "")
+        return next(iter(self._declared("verifiable")), "")
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
         """Scores one batch. Raises RewardError when a reward is broken rather than one sample bad (see the class)."""
@@ -97,17 +87,22 @@ class RewardSet:
         check = getattr(self.rewards[name], "check", None)
         if check is None:
             return [None] * len(samples)
-        texts = [repr((sample.answer, sample.fields)) for sample in samples]
-        rows = [blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest() for text in texts]
-        new = {row: sample for row, sample in zip(rows, samples, strict=True) if row not in self._sound[name]}
-        flaws = dict(zip(new, check([*new.values()]), strict=True))
-        self._sound[name] |= {row for row, flaw in flaws.items() if flaw is None}
-        return [flaws.get(row) for row in rows]
+        rows = [replace(sample, completion="") for sample in samples]
+        found, _ = self._sound[name].outcomes(rows, lambda new: [flaw or 1.0 for flaw in check(new)])
+        return [outcome if isinstance(outcome, Exception) else None for outcome in found]
+
+    @property
+    def first_failure(self) -> str:
+        """The first of the latest rows that have no score, and why, with the traceback; empty if all have one."""
+        return next((failure for window in self._failures.values() for failure in window.failures), "")
 
     def close(self) -> None:
         """Ends the workers of the rewards that have some."""
         for reward in self.rewards.values():
             getattr(reward, "close", lambda: None)()
+
+    def _declared(self, promise: str) -> list[str]:
+        return [name for name, reward in self.rewards.items() if getattr(reward, promise, False) is True]
 
     def _outcomes(self, name: str, samples: list[Sample]) -> list[Outcome]:
         outcomes: list[Outcome] = [*self.check(name, samples)]
@@ -136,21 +131,18 @@ class RewardSet:
                 result.total[i] = None if total is None or score is None else total + weight * score
         self._failures[name].add(samples, outcomes)
         if broken := self._failures[name].broken():
-            count, failure = broken
             raise RewardError(
-                f"reward {name!r} gave no score for {count}, more than reward.max_failure_ratio="
-                f"{self.max_failure_ratio:g} allows; rows without a score are masked, so training would go on with "
-                f"little data. First failure, {failure}"
+                f"reward {name!r} gave no score for {broken[0]}. Rows without a score are masked, so training would go "
+                f"on with little data. First failure, {broken[1]}"
             )
 
 
 @dataclass(frozen=True)
-class _Batch:
-    rows: int
-    prompts: int
-    unscored: int
-    failed_prompts: list[str]  # of each unscored row, except where the text itself exceeded a limit
-    first_failure: str
+class _Row:
+    prompt: str
+    scored: bool
+    failure: str
+    """What happened; empty for a score, and where the text itself exceeded a limit."""
 
 
 class FailureWindow:
@@ -158,70 +150,59 @@ class FailureWindow:
 
     It is broken when
 
-    - more than `ratio` of the rows failed, in more than one batch and for more than one prompt, so that neither a bad
-      step nor a poisoned prompt decides. The missing rest of a window that is not full yet counts as scored;
+    - more than FAILED_SHARE of the rows failed, in more than one batch and for more than one prompt, so that neither a
+      bad step nor a poisoned prompt decides. The missing rest of a window that is not full yet counts as scored;
     - the latest batches have no score at all: 16 failed rows or more, of more than one prompt;
     - a full window has no score at all, whatever the reason.
 
-    A text that exceeds a limit is no failure. With `ratio` 0 the first failure decides, with 1 nothing does.
+    A text that exceeds a limit is no failure.
     """
 
-    def __init__(self, ratio: float):
-        self.ratio = ratio
-        self._batches: deque[_Batch] = deque()
+    def __init__(self) -> None:
+        self._batches: deque[list[_Row]] = deque()
 
     def add(self, samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> None:
         """Adds one batch and drops the oldest ones that a full window does not need."""
         if not samples:
             return
-        unscored = [(s, o) for s, o in zip(samples, outcomes, strict=True) if not isinstance(o, float)]
-        failed = [(sample, outcome) for sample, outcome in unscored if not _caused_by_text(outcome)]
-        example = (failed or unscored)[:1]
-        self._batches.append(
-            _Batch(
-                rows=len(samples),
-                prompts=len({sample.prompt for sample in samples}),
-                unscored=len(unscored),
-                failed_prompts=[sample.prompt for sample, _ in failed],
-                first_failure=_describe(*example[0]) if example else "",
-            )
-        )
-        while len(self._batches) > WINDOW_BATCHES and self._prompts - self._batches[0].prompts >= WINDOW_PROMPTS:
+        pairs = zip(samples, outcomes, strict=True)
+        self._batches.append([_Row(s.prompt, isinstance(o, float), _failure(s, o)) for s, o in pairs])
+        while _is_full([*self._batches][1:]):
             self._batches.popleft()
 
     @property
-    def _prompts(self) -> int:
-        return sum(batch.prompts for batch in self._batches)
+    def failures(self) -> list[str]:
+        """What happened to each row that failed."""
+        return [row.failure for batch in self._batches for row in batch if row.failure]
 
     def broken(self) -> tuple[str, str] | None:
-        """How many rows of how many failed, and the first failure; None when the reward is not broken."""
-        failed = sum(len(batch.failed_prompts) for batch in self._batches)
-        if not self._too_many(failed):
+        """How many rows of how many have no score, and the first failure; None when the reward is not broken."""
+        if not self._nothing_scored() and not self._too_many():
             return None
-        first = next(b.first_failure for b in self._batches if (b.failed_prompts if failed else b.unscored))
-        count = failed or sum(batch.unscored for batch in self._batches)
-        return f"{count} of the last {sum(batch.rows for batch in self._batches)} rows", first
-
-    def _too_many(self, failed: int) -> bool:
-        if self.ratio <= 0:
-            return failed > 0
-        if self.ratio >= 1:
-            return False
-        return self._nothing_scored() or self._above_ratio(failed)
+        rows = [row for batch in self._batches for row in batch]
+        count = len(self.failures) or sum(not row.scored for row in rows)
+        first = next(iter(self.failures), "every text was over reward.timeout_s or reward.memory_mb")
+        return f"{count} of the last {len(rows)} rows", first
 
     def _nothing_scored(self) -> bool:
-        latest = list(takewhile(lambda batch: batch.unscored == batch.rows, reversed(self._batches)))
-        full = len(latest) >= WINDOW_BATCHES and sum(batch.prompts for batch in latest) >= WINDOW_PROMPTS
-        prompts = sum(len(set(batch.failed_prompts)) for batch in latest)
-        return full or (prompts > 1 and sum(len(batch.failed_prompts) for batch in latest) >= MIN_FAILED_ROWS)
+        latest = [*takewhile(lambda batch: not any(row.scored for row in batch), reversed(self._batches))]
+        failed = [row.prompt for batch in latest for row in batch if row.failure]
+        return _is_full(latest) or (len(failed) >= MIN_FAILED_ROWS and len({*failed}) > 1)
 
-    def _above_ratio(self, failed: int) -> bool:
-        failing = [set(batch.failed_prompts) for batch in self._batches if batch.failed_prompts]
+    def _too_many(self) -> bool:
+        failing = [prompts for batch in self._batches if (prompts := {row.prompt for row in batch if row.failure})]
         if len(failing) < 2 or len(set().union(*failing)) < 2:
             return False
-        rows = sum(batch.rows for batch in self._batches)
-        rows_of_full_window = rows * max(1.0, WINDOW_PROMPTS / max(1, self._prompts))
-        return failed > max(1.0, self.ratio * rows_of_full_window)
+        rows_of_full_window = sum(map(len, self._batches)) * max(1.0, WINDOW_PROMPTS / _prompts(self._batches))
+        return len(self.failures) > max(1.0, FAILED_SHARE * rows_of_full_window)
+
+
+def _prompts(batches: Iterable[list[_Row]]) -> int:
+    return sum(len({row.prompt for row in batch}) for batch in batches)
+
+
+def _is_full(batches: Sequence[list[_Row]]) -> bool:
+    return len(batches) >= WINDOW_BATCHES and _prompts(batches) >= WINDOW_PROMPTS
 
 
 def _caused_by_text(outcome: Outcome) -> bool:
@@ -229,8 +210,10 @@ def _caused_by_text(outcome: Outcome) -> bool:
     return isinstance(outcome, LimitError) and outcome.caused_by_text
 
 
-def _describe(sample: Sample, outcome: Outcome) -> str:
-    """The row and what happened, with its traceback."""
+def _failure(sample: Sample, outcome: Outcome) -> str:
+    """The row and why it has no score, with the traceback; empty for a score, or a text over a limit."""
+    if isinstance(outcome, float) or _caused_by_text(outcome):
+        return ""
     row = f"prompt {sample.prompt[-80:]!r}, completion ending {sample.completion[-80:]!r}, answer {sample.answer!r:.80}"
     if isinstance(outcome, Exception):
         return f"{row}:\n{''.join(traceback.format_exception(outcome)).rstrip()}"

@@ -16,6 +16,8 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
+from specrl.reward.judge import MODULES
+
 TESTS = (
     *("tests", "test_list", "test", "test_cases", "unit_tests", "input_output", "verification_info", "private_tests"),
     *("private_test_cases", "official_tests", "public_tests", "public_test_cases", "generated_tests"),
@@ -33,9 +35,7 @@ FORMS = (
 )
 NAMES = "fn_name", "func_name", "function_name"
 PYTHON = "python", "py"
-"""Languages of blocks, without what follows the letters: `python3`, `{.python}`, `python title=x`."""
-MODULES = "solution", "main", "your_module"
-"""Names by which tests import the program, also in `judge.py`."""
+"""Languages of blocks, without what follows the letters: `python3`, `python title=x`."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,6 @@ class UnitTests:
 
     source: str = ""
     """Python code that raises where the program is wrong."""
-    entry: str = ""
-    """The function that `check` of the source gets."""
     pairs: tuple[tuple[str, str], ...] = ()
     """What a program reads, and what it has to print."""
     function: str = ""
@@ -57,7 +55,7 @@ class UnitTests:
         """Names of which a program has to define one."""
         if self.calls:
             return frozenset([self.function, "Solution"])
-        return _free_names(self.entry or self.source)
+        return _free_names(self.source)
 
 
 def unit_tests(fields: Mapping[str, Any]) -> UnitTests:
@@ -193,7 +191,7 @@ def _source(parts: Sequence[str], entry: str, setup: str) -> UnitTests:
             raise ValueError(f"{ast.unparse(node)} acts on the process that runs it, and the program runs in another")
     if not any(map(_can_fail, ast.walk(tree))):
         raise ValueError("nothing in them can fail, such as an assertion")
-    return UnitTests(source=source, entry=entry if checks and not called else "")
+    return UnitTests(source=f"{source}\ncheck({entry})" if checks and not called else source)
 
 
 def _has_fixtures(node: ast.FunctionDef) -> bool:
@@ -253,14 +251,16 @@ def extract_program(text: str, tests: UnitTests, prompt: str = "") -> str:
     begun = OPEN.search(prompt) and not text.lstrip().startswith("```")
     if begun or (tree is not None and _is_program(tree)):
         return head
-    blocks = [token for token in MARKDOWN.parse(AFTER_TEXT.sub("\n", text)) if token.type == "fence"]
-    blocks = [token for token in blocks if token.content.strip()]
+    blocks = [
+        (re.split(r"[^a-z]", token.info.strip().lower())[0], _closed(dedent(token.content)))
+        for token in MARKDOWN.parse(AFTER_TEXT.sub("\n", text))
+        if token.type == "fence" and token.content.strip()
+    ]
     if not blocks:
         return text.rstrip().removesuffix("```").removesuffix("~~~")
-    words = [re.split(r"[^a-z]", token.info.lower().strip("{}. "))[0] or token.info.strip() for token in blocks]
-    sources = [_closed(dedent(token.content)) for token in blocks]
-    marked = [source for source, word in zip(sources, words, strict=True) if word in PYTHON]
-    plain = [source for source, word in zip(sources, words, strict=True) if word in PYTHON or not word]
+    sources = [source for _, source in blocks]
+    marked = [source for word, source in blocks if word in PYTHON]
+    plain = [source for word, source in blocks if word in ("", *PYTHON)]
     for candidates, fits in ((plain, lambda tree: _answers(tree, tests)), (marked or sources, _is_program)):
         for source in reversed(candidates):
             tree = _parsed(source)
@@ -293,17 +293,10 @@ def _answers(tree: ast.Module, tests: UnitTests) -> bool:
 
 def _bound(tree: ast.AST) -> set[str]:
     """Names that some code binds: functions, classes, variables, imports."""
-    bound: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            bound.add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            bound.add(node.name)
-        elif isinstance(node, ast.arg):
-            bound.add(node.arg)
-        elif isinstance(node, ast.alias):
-            bound.add((node.asname or node.name).partition(".")[0])
-    return bound
+    nodes = [node for node in ast.walk(tree) if not isinstance(node, ast.keyword)]
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    named = [getattr(node, "asname", None) or getattr(node, "name", "") or getattr(node, "arg", "") for node in nodes]
+    return bound | {str(name).partition(".")[0] for name in named if name}
 
 
 def _is_program(tree: ast.Module) -> bool:

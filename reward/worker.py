@@ -1,9 +1,9 @@
 """One worker process of `WorkerPool`: the pool's handle on it, and the program that runs in it.
 
 The pool starts `python -m specrl.reward.worker SETTINGS_JSON`. Requests and replies are JSON lines over a socket:
-nothing is pickled, so that text from a model cannot become code in the trainer. The worker sends {"ready": true} once,
-then for each request {"value": ...} or {"error": text, "kind": ...}; the kind is "timeout" (the function raised
-TimeoutError), "memory" (the memory limit was reached) or "error".
+nothing is pickled, so that text from a model cannot become code in the trainer. The worker sends {"value": ...} or
+{"error": text, "kind": ...} once it has loaded the handler, and then for each request; the kind is "timeout" (the
+function raised TimeoutError), "memory" (the memory limit was reached) or "error".
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import fcntl
 import importlib
 import json
 import os
-import resource
 import select
 import signal
 import socket
@@ -24,6 +23,8 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+
+from specrl.reward.confined import limit
 
 MAX_REPLY_BYTES = 2**20
 
@@ -55,14 +56,8 @@ class WorkerProcess:
             worker_channel.close()
             os.close(lifeline)
 
-    def healthy(self) -> bool:
-        """False for an idle worker whose socket is readable: it died, or sent something that nobody asked for."""
-        poll = select.poll()  # select() cannot watch descriptors from 1024 up
-        poll.register(self.channel, select.POLLIN)
-        return not poll.poll(0)
-
     def ask(self, request: bytes, deadline: float) -> dict[str, Any]:
-        """The reply to a request; an empty request waits for the worker's ready message.
+        """The reply to a request; an empty request waits for its first message.
 
         Raises TimeoutError at the deadline; EOFError, OSError or ValueError when the worker is broken.
         """
@@ -98,11 +93,6 @@ class WorkerProcess:
                 self.process.wait(timeout=2.0)
             self.release()
 
-    def exit_reason(self) -> str:
-        """How the process ended, once it was killed or died."""
-        code = self.process.returncode
-        return f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-
     def release(self) -> None:
         """Closes this process's ends of the channels only, for a forked child, whose parent keeps the worker."""
         self.channel.close()
@@ -116,20 +106,24 @@ def main() -> int:
     channel = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as devnull:
         os.dup2(devnull.fileno(), 0)
-    limit_memory(settings["memory_mb"])
-    try:
-        module, _, factory = settings["target"].partition(":")
-        handler = getattr(importlib.import_module(module), factory)(*settings["arguments"])
-    except BaseException:
-        channel.sendall(encode({"error": traceback.format_exc(limit=-8), "kind": "error"}))
+    limit(settings["memory_mb"], {})
+    handlers: list[Callable[[Any], Any]] = []
+    reply = answer(lambda settings: handlers.append(make(settings)), sys.argv[1].encode())
+    channel.sendall(json.dumps(reply).encode() + b"\n")
+    if "error" in reply:
         return 1
-    channel.sendall(encode({"ready": True}))
     for request in channel.makefile("rb"):
-        reply = answer(handler, request)
-        channel.sendall(encode(reply))
+        reply = answer(handlers[0], request)
+        channel.sendall(json.dumps(reply).encode() + b"\n")
         if reply.get("kind") == "memory":  # the heap may be in any state, so the pool starts a new process
             return 1
     return 0
+
+
+def make(settings: dict[str, Any]) -> Callable[[Any], Any]:
+    """The handler that `target(*arguments)` of the settings makes."""
+    module, _, factory = settings["target"].partition(":")
+    return getattr(importlib.import_module(module), factory)(*settings["arguments"])
 
 
 def die_with_parent(lifeline: int) -> None:
@@ -146,38 +140,16 @@ def die_with_parent(lifeline: int) -> None:
         sys.exit(1)
 
 
-def limit_memory(megabytes: int) -> None:
-    """Bounds the address space of this process; an inherited hard limit below the request stays."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if megabytes <= 0:
-        return
-    limit = megabytes * 2**20
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
 def answer(handler: Callable[[Any], Any], request: bytes) -> dict[str, Any]:
     """Runs the handler on one request; whatever it raises, SystemExit included, becomes the reply."""
     try:
-        return {"value": handler(json.loads(request))}
+        value = handler(json.loads(request))
+        json.dumps(value, allow_nan=False)  # raises where JSON cannot carry it
+        return {"value": value}
     except BaseException as error:
-        kind = "error"
-        if isinstance(error, MemoryError):
-            kind = "memory"
-        elif isinstance(error, TimeoutError):
-            kind = "timeout"
+        kinds = {"memory": MemoryError, "timeout": TimeoutError, "error": BaseException}
+        kind = next(kind for kind, cls in kinds.items() if isinstance(error, cls))
         return {"error": traceback.format_exc(limit=-8), "kind": kind}
-
-
-def encode(reply: dict[str, Any]) -> bytes:
-    """The reply as a JSON line; a value that JSON cannot represent becomes an error reply."""
-    try:
-        return json.dumps(reply, allow_nan=False).encode() + b"\n"
-    except (TypeError, ValueError) as error:
-        text = f"the function returned {type(reply['value']).__name__}, which JSON cannot carry: {error}"
-        return json.dumps({"error": text, "kind": "error"}).encode() + b"\n"
 
 
 if __name__ == "__main__":

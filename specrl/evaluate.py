@@ -84,7 +84,7 @@ def main(config: EvaluateConfig) -> int:
     if "eval/reward" not in metrics:
         raise RolloutError(
             f"none of the {metrics['eval/failed']} responses could be scored, so there is no accuracy. "
-            "Try reward.max_failure_ratio=0, which stops at the first one that has no score and says why."
+            f"The first, {rewards.first_failure}"
         )
     return 0
 

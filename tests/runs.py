@@ -1,4 +1,4 @@
-"""Training runs small enough for a test: a random policy, rewards that random text can earn, and a recorder."""
+"""Training runs small enough for a test: a random policy and a recorder; their rewards are in `rewards.py`."""
 
 from __future__ import annotations
 
@@ -37,26 +37,6 @@ SHORT = {
     "trainer__epochs": 2,
     "trainer__prompts_per_step": 2,
 }
-
-
-def digits(prompt: str, completion: str, answer: str | None) -> float:
-    """A reward with signal on random text: the share of digits."""
-    return sum(c.isdigit() for c in completion) / max(len(completion), 1)
-
-
-def sixth(prompt: str, completion: str, answer: str | None) -> float:
-    """1 for one response in six, else 0, so that half of the groups of four are all alike."""
-    return float(sum(map(ord, completion)) % 6 == 0)
-
-
-def some_digits(prompt: str, completion: str, answer: str | None) -> float | None:
-    """As `digits`, but about one response in four cannot be scored; a pure function of the text."""
-    return None if sum(map(ord, completion)) % 4 == 0 else digits(prompt, completion, answer)
-
-
-def no_score_for_some_prompts(prompt: str, completion: str, answer: str | None) -> float | None:
-    """As `digits`, but no response to about every third prompt can be scored."""
-    return None if sum(map(ord, prompt)) % 3 == 0 else digits(prompt, completion, answer)
 
 
 def build_policy(folder: Path, seed: int = 0, **sizes) -> Path:
@@ -109,8 +89,8 @@ def words(folder: Path, **options) -> list[str]:
         "trainer__learning_rate": 1e-3,
         "trainer__lr_schedule": "constant",
         "trainer__eval_prompts": 0,
-        "reward__functions": "[tests.runs:digits]",
-        "reward__isolate_user": "false",
+        "reward__functions": "[tests.rewards:digits]",
+        "reward__timeout_s": 60,
         "report__plots": "false",
     }
     return [f"{key.replace('__', '.')}={value}" for key, value in (small | options).items()]

@@ -1,6 +1,6 @@
 """Rewards for runs that are soaked: `reward.functions=[rewards:digits]`."""
 
-import os
+import subprocess
 
 kept = []
 
@@ -11,6 +11,6 @@ def digits(prompt: str, completion: str, answer: str | None) -> float:
 
 
 def leaky(prompt: str, completion: str, answer: str | None) -> float:
-    """As `digits`; every response leaks 2 MB and an open file, which a soak must notice."""
-    kept.append((b"x" * 2**21, os.open(os.devnull, os.O_RDONLY)))
+    """As `digits`; every response leaks 2 MB and a process in the reward worker, which a soak must notice."""
+    kept.append((b"x" * 2**21, subprocess.Popen(["sleep", "3600"])))
     return digits(prompt, completion, answer)

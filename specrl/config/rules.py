@@ -214,7 +214,7 @@ MAY_CHANGE = {
     *(f"rollout.{name}" for name in ("ahead", "fill", "measure_every", "rows_per_batch", "tokens_per_pass")),
     *("rollout.kv_cache_mb", "trainer.rows_per_pass", "trainer.gradient_checkpointing", "trainer.save_every"),
     *("trainer.keep_checkpoints", "trainer.eval_every", "trainer.eval_prompts", "trainer.log_completions_every"),
-    *(f"reward.{name}" for name in ("timeout_s", "memory_mb", "workers", "start_timeout_s", "max_failure_ratio")),
+    *("reward.timeout_s", "reward.memory_mb", "reward.workers"),
 }
 """Options and sections that a resume may change: they decide where and how fast a run goes on, and what it keeps."""
 DRAFTS = {f"rollout.{name}" for name in ("sources", "drafter", "twin", "draft_tokens")}

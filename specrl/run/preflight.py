@@ -15,6 +15,7 @@ from specrl.config.rules import warnings
 from specrl.reward.base import RewardError, Sample
 from specrl.reward.loading import check as check_rewards
 from specrl.reward.loading import load_rewards
+from specrl.reward.set import FAILED_SHARE
 from specrl.run import policy
 from specrl.run.data import left_out, load_examples
 from specrl.run.hub import on_hub
@@ -203,7 +204,7 @@ def _reward_lines(config: Config, examples: Sequence[Example]) -> list[str]:
     """Checks rows as the first scoring does (`Reward.check`), and returns a line about each reward that can.
 
     Raises:
-        ConfigError: more of the rows cannot be scored than `reward.max_failure_ratio` allows.
+        ConfigError: more than FAILED_SHARE of the rows cannot be scored.
     """
     rows = telling(examples)
     samples = [Sample("", "", example.answer, example.fields) for example in rows]
@@ -223,7 +224,7 @@ def _reward_lines(config: Config, examples: Sequence[Example]) -> list[str]:
             f"The reward {name} cannot score {sum(map(bool, found))} of the {len(rows)} rows that were checked. The "
             f"first is {rows[first].source or rows[first].id}: {' '.join(str(found[first]).split())[:300]}."
         )
-        if sum(map(bool, found[:EVENLY])) > config.reward.max_failure_ratio * len(found[:EVENLY]):
+        if sum(map(bool, found[:EVENLY])) > FAILED_SHARE * len(found[:EVENLY]):
             raise ConfigError(f"{line} Mend or leave out such rows, or name another column: dataset.answer_column.")
         lines.append(line)
     return lines

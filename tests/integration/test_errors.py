@@ -6,9 +6,10 @@ import shutil
 import pytest
 
 import specrl.train
-import tests.runs
 from specrl.config import load as cli
 from specrl.config.load import RUN_ERROR, USAGE_ERROR
+from specrl.reward import loading
+from tests.rewards import digits
 from tests.runs import build_policy, policy, recorded, run, words
 
 ONE = {"trainer__max_steps": 1}
@@ -194,13 +195,13 @@ def test_another_data_set_is_refused(finished, tmp_path, things, refuse):
 
 @pytest.mark.slow
 def test_a_reward_that_breaks_stops_the_run_and_keeps_what_is_done(tmp_path, capsys, monkeypatch):
-    calls, digits = iter(range(10**6)), tests.runs.digits
+    calls = iter(range(10**6))
 
     def breaking(prompt, completion, answer):
         return digits(prompt, completion, answer) if next(calls) < 48 else 1 / 0
 
     with monkeypatch.context() as patch:
-        patch.setattr(tests.runs, "digits", breaking)
+        patch.setattr(loading, "load_reward", lambda *_: loading.FunctionReward(breaking, "digits"))
         code = cli.run(specrl.train.main, words(tmp_path, trainer__save_every=1))
     first, *traceback = capsys.readouterr().err.splitlines()
     assert code == RUN_ERROR

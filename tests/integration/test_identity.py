@@ -74,7 +74,7 @@ VARIANTS = {  # options that cannot hide each other's faults share a run
     },
 }
 MANY = {"rollout__replay": 0.5, **SHORT}
-DYNAMIC = {"config": "dapo_math", "trainer__overlong_buffer": 0, "reward__functions": "[tests.runs:sixth]"}
+DYNAMIC = {"config": "dapo_math", "trainer__overlong_buffer": 0, "reward__functions": "[tests.rewards:sixth]"}
 DYNAMIC |= {"rollout__replay": 0.5, "trainer__epochs": 2}
 
 

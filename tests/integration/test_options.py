@@ -152,7 +152,7 @@ NUMBERS = [
     {"trainer.warmup_steps": 1},
     {"trainer.weight_decay": 0.1},
     {"trainer.save_every": 4, "trainer.eval_every": 1, "trainer.log_completions_every": 1},
-    {"reward.workers": 2, "reward.isolate_user": "true"},
+    {"reward.workers": 2},
     {"reward.functions": "[math,format]", "reward.weights": "[1,0.5]"},
 ]
 
@@ -182,7 +182,7 @@ ROWS = [
     *NUMBERS,
 ]
 RUNS = packed(ROWS)
-FAST = {"model": "{policy}", "reward.functions": "[tests.runs:digits]", "reward.isolate_user": "false"}
+FAST = {"model": "{policy}", "reward.functions": "[tests.rewards:digits]", "reward.timeout_s": 60}
 
 
 @pytest.fixture(scope="module")

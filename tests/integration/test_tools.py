@@ -42,37 +42,16 @@ RESPONSE = {
 }
 """A random policy writes words and digits, the first of which is a call here."""
 TOOLS = {
-    "dataset__tools": "[tests.integration.test_tools:tell]",
+    "dataset__tools": "[tests.rewards:tell]",
     "dataset__max_turns": 3,
     "dataset__train_size": 4,
-    "reward__functions": "[tests.integration.test_tools:told]",
+    "reward__functions": "[tests.rewards:told]",
     "rollout__max_new_tokens": 40,
     "trainer__prompts_per_step": 2,
     "trainer__epochs": 2,
 }
 PPO = {"config": "ppo_math", "rollout__measure_every": 2}
 DAPO = {"config": "dapo_math", "trainer__max_steps": 2}
-
-
-def tell(letter: str) -> str:
-    """Tells more.
-
-    Args:
-        letter: of what.
-    """
-    return f" {ord(letter) % 10} coins now?\n"
-
-
-tell.deterministic = True
-
-
-def told(prompt: str, completion: str, answer: str | None, messages: list[dict]) -> float:
-    """The share of digits in what the policy said, and more for every answer that is that of its call."""
-    said = "".join(m["content"] for m in messages if m["role"] == "assistant")
-    calls = [c["function"]["arguments"]["letter"] for m in messages for c in m.get("tool_calls", ())]
-    answers = [m["content"] for m in messages if m["role"] == "tool"]
-    assert answers == [tell(letter) for letter in calls[: len(answers)]]
-    return sum(c.isdigit() for c in said) / max(len(said), 1) + 0.1 * len(answers)
 
 
 @cache

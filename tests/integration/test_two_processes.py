@@ -13,7 +13,7 @@ pytestmark = pytest.mark.long
 OPTIONS = {"rollout__replay": 0.5, "trainer__epochs": 2, "trainer__save_every": 4, "trainer__eval_prompts": 4}
 PPO = {"config": "ppo_math", "trainer__updates_per_rollout": 2, "trainer__beta": 0.05, "trainer__eval_prompts": 0}
 DAPO = {"config": "dapo_math", "trainer__overlong_buffer": 0, "trainer__prompts_per_step": 3}
-DAPO |= {"reward__functions": "[tests.runs:sixth]", "trainer__eval_prompts": 0}  # its groups cross the processes
+DAPO |= {"reward__functions": "[tests.rewards:sixth]", "trainer__eval_prompts": 0}  # its groups cross the processes
 SLOW = {"rollout__measure_every": 1, "rollout__replay": 0, "trainer__epochs": 1}
 
 # What each process does: the runs NAME=COMMAND LINE of a JSON file, one after the other; it reports on each what it

@@ -1,6 +1,5 @@
 """Loading, combining and distrusting rewards: no failure becomes a number."""
 
-import dataclasses
 import datetime
 import math
 import textwrap
@@ -11,6 +10,7 @@ import pytest
 from specrl.reward.base import RewardError, Sample, checked_outcomes
 from specrl.reward.config import RewardConfig
 from specrl.reward.loading import FunctionReward, check, load_reward, load_rewards
+from specrl.reward.pool import WorkerError
 from specrl.reward.set import RewardSet
 
 PLUG_INS = """
@@ -20,9 +20,6 @@ PLUG_INS = """
         return len(completion) * fields.get("scale", 1)
 
     def named_only(prompt, completion, answer, scale):
-        return scale
-
-    def with_default(prompt, completion, answer, scale=1):
         return scale
 
     def bad(prompt, completion, answer):
@@ -37,9 +34,6 @@ PLUG_INS = """
     def hanging(prompt, completion, answer):
         while completion == "poison":
             pass
-        return 1.0
-
-    def two(prompt, completion):
         return 1.0
 
     def misnamed(completion, **_):
@@ -62,11 +56,11 @@ PLUG_INS = """
 
 @pytest.fixture
 def plug_ins(tmp_path, monkeypatch):
+    """Modules with rewards of a user."""
     (tmp_path / "reward_plug_ins.py").write_text(textwrap.dedent(PLUG_INS))
     (tmp_path / "reward_broken_plug_in.py").write_text("import a_package_that_is_not_there\n")
     (tmp_path / "reward_leaving_plug_in.py").write_text("import sys\nsys.exit('usage:\\n  plug-in')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    return RewardConfig(timeout_s=0.5, isolate_user=False)
 
 
 class Listed:
@@ -82,6 +76,9 @@ class Listed:
 
 def samples(*completions, prompt="p"):
     return [Sample(prompt, completion) for completion in completions]
+
+
+POISONED = samples("poison", "a", "b")
 
 
 def prompts(count, completion="c"):
@@ -116,28 +113,20 @@ def masked(result, rows) -> bool:
     return result.total == [None] + [1.0] * (rows - 1)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        raise_for_poison,
-        lambda s: [None if x.completion == "poison" else 1.0 for x in s],
-        lambda s: [math.nan if x.completion == "poison" else 1.0 for x in s],
-        lambda s: [math.inf if x.completion == "poison" else 1.0 for x in s],
-        lambda s: [1e300 if x.completion == "poison" else 1.0 for x in s],
-        lambda s: ["0.0" if x.completion == "poison" else 1.0 for x in s],
-        lambda s: [[1.0] if x.completion == "poison" else 1.0 for x in s],
-        lambda s: [1.0 for x in s if x.completion != "poison"],
-        lambda s: [TimeoutError("slow") if x.completion == "poison" else 1.0 for x in s],
-    ],
-)
-def test_a_bad_score_masks_its_own_row(function):
-    result = RewardSet([Listed(function)]).score(samples("poison", "a", "b"))
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, 1e300, "0.0", [1.0], TimeoutError("slow")])
+def test_a_bad_score_masks_its_own_row(bad):
+    result = RewardSet([Listed(lambda s: [bad if x.completion == "poison" else 1.0 for x in s])]).score(POISONED)
     assert masked(result, 3)
     assert result.parts["listed"][0] is None
 
 
+@pytest.mark.parametrize("function", [raise_for_poison, lambda s: [1.0 for x in s if x.completion != "poison"]])
+def test_a_batch_that_fails_is_scored_row_by_row(function):
+    assert masked(RewardSet([Listed(function)]).score(POISONED), 3)
+
+
 def test_a_reward_that_turns_failures_into_zero_is_caught():
-    assert not masked(RewardSet([Listed(lambda s: [0.0, 1.0, 1.0])]).score(samples("poison", "a", "b")), 3)
+    assert not masked(RewardSet([Listed(lambda s: [0.0, 1.0, 1.0])]).score(POISONED), 3)
 
 
 @pytest.mark.parametrize("returned", ["11", {0: 1.0, 1: 1.0}, None, 1.0, {1.0, 2.0}, iter([1.0, 1.0])])
@@ -162,7 +151,7 @@ def test_a_broken_reward_stops_with_its_first_traceback():
     with pytest.raises(RewardError) as caught:
         rewards.score(batch)
     message = str(caught.value)
-    assert "'listed' gave no score for 8 of the last 68 rows, more than reward.max_failure_ratio=0.05" in message
+    assert "'listed' gave no score for 8 of the last 68 rows" in message
     assert "in raise_for_poison" in message
     assert "LookupError: no such record" in message
 
@@ -176,13 +165,11 @@ def test_a_reward_error_stops_at_once():
 
 
 LOADING_ERRORS = [
-    ("mth", "unknown reward 'mth'.*did you mean 'math'"),
-    ("package.module.function", "did you mean 'package.module:function'"),
+    ("mth", "unknown reward 'mth'. Known: code, format, math"),
     ("nothing_here:f", "module 'nothing_here' cannot be imported: .*PYTHONPATH"),
     ("reward_broken_plug_in:f", "cannot be imported: ModuleNotFoundError: .*a_package_that_is_not_there"),
-    ("reward_plug_ins:lenght", "no attribute 'lenght'; did you mean 'length'"),
+    ("reward_plug_ins:lenght", "no attribute 'lenght'"),
     ("reward_plug_ins:number", "must be callable, but it is int 3"),
-    ("reward_plug_ins:two", r"must take \(prompt, completion, answer, \*\*fields\)"),
     ("reward_plug_ins:Needy", "cannot be created without arguments.*judge"),
     ("reward_leaving_plug_in:f", "cannot be imported: SystemExit: usage: plug-in"),
     ("reward_plug_ins:misnamed", r"must take \(prompt, completion, answer, \*\*fields\): too many positional"),
@@ -190,13 +177,11 @@ LOADING_ERRORS = [
 
 
 @pytest.mark.parametrize(("spec", "words"), LOADING_ERRORS)
-@pytest.mark.parametrize("isolate", [False, True])
-def test_loading_errors_say_why(plug_ins, spec, words, isolate):
-    config = dataclasses.replace(plug_ins, isolate_user=isolate)
+def test_loading_errors_say_why(plug_ins, spec, words):
     with pytest.raises(RewardError, match=words):
-        load_reward(spec, config)
+        load_reward(spec)
     with pytest.raises(RewardError, match=words) as caught:
-        check(dataclasses.replace(config, functions=["math", spec]))
+        check(RewardConfig(["math", spec]))
     assert "\n" not in str(caught.value)
 
 
@@ -211,39 +196,32 @@ def test_loading_errors_say_why(plug_ins, spec, words, isolate):
 )
 def test_rewards_that_do_not_add_up_are_found_without_loading_them(plug_ins, functions, weights, words):
     with pytest.raises(RewardError, match=words):
-        check(dataclasses.replace(plug_ins, functions=functions, weights=weights))
+        check(RewardConfig(functions, weights))
 
 
-@pytest.mark.parametrize("isolate", [False, True])
 @pytest.mark.parametrize(
     ("spec", "name", "expected"),
     [("length", "length", [3.0, 4.0]), ("Batch", "batch", [3.0, 2.0]), ("batch", "batch", [3.0, 2.0])],
 )
-def test_user_rewards(plug_ins, spec, name, expected, isolate):
-    config = RewardConfig([f"reward_plug_ins:{spec}"], isolate_user=isolate)
-    with closing(load_rewards(config)) as rewards:
+def test_user_rewards(plug_ins, spec, name, expected):
+    with closing(load_rewards(RewardConfig([f"reward_plug_ins:{spec}"]))) as rewards:
         result = rewards.score([Sample("p", "abc"), Sample("p", "ab", "x", {"scale": 2, "other": None})])
         assert result.parts == {name: expected}
 
 
-def test_a_function_gets_the_columns_it_names(plug_ins):
-    reward = load_reward("reward_plug_ins:named_only", plug_ins)
-    assert reward([Sample("p", "c", None, {"scale": 7, "other": 1})]) == [7.0]
-    assert isinstance(reward([Sample("p", "c")])[0], TypeError)
+def test_a_function_gets_the_columns_it_names_and_others_need_not_be_json(plug_ins):
+    fields = {"scale": 7, "when": datetime.date(2026, 1, 1), "raw": b"x"}
+    with closing(load_reward("reward_plug_ins:named_only")) as reward:
+        assert reward([Sample("p", "c", None, fields)]) == [7.0]
+        assert isinstance(reward([Sample("p", "c")])[0], WorkerError)
     assert FunctionReward(lambda *texts: 1.0, "any")([Sample("p", "c", None, {"scale": 7})]) == [1.0]
 
 
-def test_columns_that_no_parameter_names_need_not_be_json(plug_ins):
-    fields = {"scale": 7, "when": datetime.date(2026, 1, 1), "raw": b"x"}
-    with closing(load_reward("reward_plug_ins:named_only", dataclasses.replace(plug_ins, isolate_user=True))) as reward:
-        assert reward([Sample("p", "c", None, fields)]) == [7.0]
-
-
 def test_columns_that_a_function_needs_are_looked_for_before_the_run(plug_ins):
-    config = dataclasses.replace(plug_ins, functions=["reward_plug_ins:named_only"])
+    config = RewardConfig(["reward_plug_ins:named_only"])
     check(config, ["scale", "other"])
     check(config)
-    check(dataclasses.replace(plug_ins, functions=["reward_plug_ins:with_default", "reward_plug_ins:batch"]), ["other"])
+    check(RewardConfig(["reward_plug_ins:length", "reward_plug_ins:batch"]), ["other"])
     with pytest.raises(RewardError, match="needs the column 'scale', which the data does not have"):
         check(config, ["other"])
 
@@ -262,32 +240,26 @@ class Choosy(Listed):
 
 def test_rows_that_cannot_be_scored_have_no_score_and_are_checked_once():
     reward = Choosy()
-    rewards = RewardSet([reward], max_failure_ratio=1)
+    rewards = RewardSet([reward])
     batch = [Sample("p", text, answer) for text in ("x", "y") for answer in ("1", "2", "")]
     for _ in range(2):
         assert rewards.score(batch).total == [1.0, 1.0, None] * 2
     assert reward.checked == ["1", "2", "", ""], "a flaw may have passed, a sound row stays sound"
 
 
-def test_bad_user_functions_are_masked(plug_ins):
-    rewards = RewardSet([load_reward("reward_plug_ins:bad", dataclasses.replace(plug_ins, isolate_user=True))])
-    with closing(rewards):
+def test_failures_of_user_functions_are_masked_and_give_their_traceback(plug_ins):
+    with closing(RewardSet([load_reward("reward_plug_ins:bad")])) as rewards:
         result = rewards.score(samples("good", "none", "nan", "inf", "text", "list"))
         assert result.total == [1.0] + [None] * 5
-
-
-def test_isolated_functions_report_their_own_traceback(plug_ins):
-    reward = load_reward("reward_plug_ins:raising", dataclasses.replace(plug_ins, isolate_user=True))
-    with closing(RewardSet([reward])) as rewards:
+    with closing(RewardSet([load_reward("reward_plug_ins:raising")])) as rewards:
         assert masked(rewards.score(samples("poison", "a")), 2)
-        with pytest.raises(RewardError, match=r'raise LookupError\("no such record"\)'):
-            RewardSet([reward], max_failure_ratio=0).score(samples("poison", "a"))
+        assert 'raise LookupError("no such record")' in rewards.first_failure
 
 
 def test_a_hanging_function_is_killed_and_the_next_call_works(plug_ins):
-    reward = load_reward("reward_plug_ins:hanging", dataclasses.replace(plug_ins, isolate_user=True))
+    reward = load_reward("reward_plug_ins:hanging", RewardConfig(timeout_s=0.5))
     with closing(RewardSet([reward])) as rewards:
-        result = rewards.score(samples("poison", "a", "b"))
+        result = rewards.score(POISONED)
         assert masked(result, 3)
         assert result.timeouts == {"hanging": 1}
         assert rewards.score(samples("a")).total == [1.0]

@@ -10,6 +10,7 @@ from specrl.reward.base import Sample
 from specrl.reward.code import CodeReward, make_runner
 from specrl.reward.config import RewardConfig
 from specrl.reward.loading import load_rewards
+from specrl.reward.set import RewardSet
 from specrl.reward.unit_tests import UnitTests, extract_program
 
 RIGHT = (
@@ -58,7 +59,6 @@ PROGRAMS = {
     "input_output": {"input_output": json.dumps(PAIRS)},
     "objects": {"tests": [{"input": "2\n", "output": "4\n", "type": "stdin_stdout"}]},
     "lists of inputs and outputs": {"public_tests": {"input": ["2\n"], "output": ["4\n"]}},
-    "pairs as lists": {"tests": [["2\n", "4\n"]]},
     "cases in an object": {
         "verification_info": json.dumps(
             {"language": "python", "test_cases": [{"input": "2\n", "output": "4\n", "type": "stdin_stdout"}]}
@@ -66,6 +66,7 @@ PROGRAMS = {
     },
     "JSON texts": {"tests": [json.dumps({"input": "2\n", "output": "4\n"})]},
     "a ground truth": {"reward_model": {"style": "rule", "ground_truth": json.dumps(PAIRS)}},
+    "pairs as lists": {"tests": [["2\n", "4\n"]]},
     "an empty column before": {
         "private_tests": {"input": [], "output": []},
         "public_tests": {"input": [2], "output": [4]},
@@ -87,7 +88,7 @@ UNKNOWN = {
     "a function of the tests": ({"tests": "assert double(lambda: 2) == 4\nassert 0"}, "pass a function"),
     "a class derived from the program's": (
         {"tests": "class Mine(Solver): pass\nassert Mine().double(2) == 4"},
-        "derive Mine from a class",
+        "derive a class",
     ),
     "an empty program passes": ({"tests": "def run():\n    assert double(2) == 4\n"}, "an empty program passes"),
     "nothing calls it": ({"tests": f"{USES}def run():\n    assert double(2) == 4\n"}, NOTHING),
@@ -101,9 +102,6 @@ UNKNOWN = {
     "a package": ({"tests": "from .solution import double\nassert double(2) == 4"}, "from a package"),
     "deep JSON": ({"tests": "[" * 100_000}, "cannot be run"),
 }
-
-
-ONLY_WITH_A_PROGRAM = "a function of the tests", "a class derived from the program's"
 
 
 @pytest.fixture(scope="module")
@@ -136,17 +134,9 @@ def test_every_form_of_tests_decides(reward, form):
 @pytest.mark.parametrize("form", UNKNOWN)
 def test_tests_that_cannot_fail_or_be_read_give_no_score(reward, form):
     fields, message = UNKNOWN[form]
-    outcome = score(reward, block(RIGHT), fields)
-    assert isinstance(outcome, ValueError)
-    assert message in str(outcome)
-    if form not in ONLY_WITH_A_PROGRAM:
-        assert str(reward.check([Sample("p", "", None, fields)])[0]) == str(outcome)
-
-
-@pytest.mark.slow
-def test_a_method_of_solution_is_called_too(reward):
-    method = "class Solution:\n    def double(self, x):\n        return 2 * x"
-    assert score(reward, block(method), CALLS) == 1.0
+    rewards = RewardSet([reward])
+    assert rewards.score([Sample("p", block(RIGHT), None, fields)]).total == [None]
+    assert message in rewards.first_failure
 
 
 @pytest.mark.slow
@@ -154,19 +144,18 @@ def test_a_method_of_solution_is_called_too(reward):
     ("wanted", "returns", "value"),
     [
         (0.3, "0.1 + 0.2", 1.0),
-        (0.3, "0.31", 0.0),
         (1, "1.0", 1.0),
         (1, "True", 0.0),
         ([1, 2], "(1, 2)", 1.0),
         ([1, 2], "[2, 1]", 0.0),
-        ({"a": [1]}, "{'a': (1,)}", 1.0),
-        (None, "None", 1.0),
         ("1", "1", 0.0),
     ],
 )
 def test_returned_values_are_compared_as_json(reward, wanted, returns, value):
     fields = {"inputs": [[1]], "outputs": [wanted], "fn_name": "f"}
     assert score(reward, block(f"def f(x):\n    return {returns}"), fields) == value
+    method = f"class Solution:\n    def f(self, x):\n        return {returns}"
+    assert score(reward, block(method), fields) == value
 
 
 ASKS = UnitTests(source="assert double(2) == 4")
@@ -181,14 +170,11 @@ READ = UnitTests(pairs=(("2", "4"),))
         (block(RIGHT), ASKS, RIGHT),
         (block(WRONG) + "\nNo:\n" + block(RIGHT), ASKS, RIGHT),
         (block(RIGHT) + "\nFor example:\n" + block("print(double(3))"), ASKS, RIGHT),
-        (block(RIGHT) + "\nprints\n" + block("6", ""), ASKS, RIGHT),
         (block(READS) + "\nRun it:\n" + block("python a.py", "bash"), READ, READS),
-        (block("pip install x", "bash") + "\n" + block(READS, ""), READ, READS),
         (block(READS, "Python title='a.py'"), READ, READS),
         (block(READS, "py").replace("```", "~~~~"), READ, READS),
         (block(READS).replace("\n", "\r\n"), READ, READS),
         ("1. So:\n\n   ```python3\n   " + READS + "\n   ```", READ, READS),
-        (block(READS, "") + "\nOutput:\n" + block("4", ""), READ, READS),
         (f"```python\n{READS}", READ, READS),
         (f"```python\n{READS}\n``` And so on.", READ, READS),
         (f"- So:\n\n          ```python\n          {READS}\n          ```", READ, READS),
@@ -197,7 +183,6 @@ READ = UnitTests(pairs=(("2", "4"),))
         (f"The program: ```python\n{READS}\n```", READ, READS),
         (f"{READS}\n```\nIt doubles.\n{block('print(4)')}", READ, READS),
         ("\n".join([block("x: int", "text"), block(READS, "python3.11"), block("print(4)", "c++")]), READ, READS),
-        (block(READS, "{.python #a}"), READ, READS),
         (block(RIGHT) + "\nUse it:\n" + block(f"{USES}print(double(3))"), ASKS, RIGHT),
     ],
 )
@@ -283,7 +268,6 @@ AGAINST = {
     "    def test(self): self.assertAlmostEqual(double(2), 4)",
     "a difference": "assert double(2) - 4 == 0",
     "no difference": "assert not double(2) - 4",
-    "a ratio": "assert double(2) / 4 == 1",
     "a remainder": "assert double(2) % 4 == 0",
     "members": "assert 4 in [*range(double(2)), double(2)] and double(2) in {4}",
     "twice": "assert 4 - double(2) == 0\nassert double(2) == 4",
@@ -317,18 +301,13 @@ def test_what_a_program_changes_in_place_is_changed(reward):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "program",
-    [
-        f"import atexit\natexit.register(print, 'bye')\n{RIGHT}",
+def test_right_programs_may_print_and_define_what_they_like(reward):
+    for program in (
         f"import threading\nthreading.Thread(target=print, args=('from a thread',)).start()\n{RIGHT}",
-        f"print('loaded')\n{RIGHT}",
         f"class Point:\n    def __eq__(self, other): return self.x == other.x\n{RIGHT}",
         f"{RIGHT}\nif __name__ == '__main__':\n    print(double(int(input())))",
-    ],
-)
-def test_right_programs_may_print_and_define_what_they_like(reward, program):
-    assert score(reward, program, FUNCTIONS["a list"]) == 1.0
+    ):
+        assert score(reward, program, FUNCTIONS["a list"]) == 1.0
 
 
 OWN_CLASSES = {
@@ -351,7 +330,7 @@ OWN_CLASSES = {
     "operators between its objects": (
         "class V:\n    def __init__(self, x): self.x = x\n    def __add__(self, o): return V(self.x + o.x)\n"
         "    def __abs__(self): return self.x * RIGHT\n    def __contains__(self, x): return x == self.x * RIGHT",
-        "abs(V(1) + V(2)) == 6 and 6 in V(3) and 5 not in V(3)",
+        "abs(V(1) + V(2)) == 6 and 6 in V(3) and 5 not in V(3) and isinstance(V(1), V) and not isinstance(1, V)",
     ),
     "objects that are ordered and hashed": (
         "@total_ordering\nclass V:\n    def __init__(self, x): self.x = x\n"
@@ -359,7 +338,6 @@ OWN_CLASSES = {
         "    def __hash__(self): return hash(self.x)",
         "V(3) < V(2) and {V(1): 2}[V(1)] == 2 and sorted([V(9), V(1)])[0].x == 1",
     ),
-    "a document": ("def f():\n    'It is RIGHT.'", "f.__doc__ == 'It is 2.'"),
 }
 
 
@@ -401,14 +379,10 @@ def test_all_pairs_of_a_row_take_one_sandbox_and_a_process_each(monkeypatch):
     [
         ("print('a \\nb')", "a\nb", 1.0),
         ("print('a\\nb\\n\\n')", "a\r\nb\r\n", 1.0),
-        ("print('a\\u2028b')", "a\u2028b", 1.0),
         ("print('a\\u2028b')", "a\nb", 0.0),
-        ("print('a\\x0cb')", "a\nb", 0.0),
-        ("print('\\na')", "a", 0.0),
         ("print('a')", "a\nb", 0.0),
         ("import atexit\natexit.register(print, 'b')\nprint('a')", "a\nb", 1.0),
         ("print('a')\nraise SystemExit(3)", "a", 0.0),
-        ("print('a')\nraise SystemExit", "a", 1.0),
     ],
 )
 def test_outputs_are_compared_by_lines(reward, prints, wanted, value):
@@ -418,7 +392,7 @@ def test_outputs_are_compared_by_lines(reward, prints, wanted, value):
 @pytest.mark.slow
 @pytest.mark.parametrize(("on_limit", "score"), [("mask", None), ("zero", 0.0)])
 def test_an_endless_program_is_over_the_limit_and_not_wrong(on_limit, score):
-    config = RewardConfig(functions=["code"], timeout_s=1.5, max_failure_ratio=1, on_limit=on_limit)
+    config = RewardConfig(functions=["code"], timeout_s=1.5, on_limit=on_limit)
     with closing(load_rewards(config)) as rewards:
         done = rewards.score([Sample("p", "while True: pass", None, {"tests": "assert double(1) == 2"})])
     assert done.total == [score]

@@ -3,7 +3,7 @@
 import pytest
 
 from specrl.reward.base import LimitError, RewardError, Sample
-from specrl.reward.set import WINDOW_BATCHES, WINDOW_PROMPTS, RewardSet
+from specrl.reward.set import FAILED_SHARE, WINDOW_BATCHES, WINDOW_PROMPTS, RewardSet
 
 
 def over_limit(caused_by_text):
@@ -37,9 +37,9 @@ def batch(*outcomes, prompts=4, rows=8, first=0):
     return samples
 
 
-def step_that_stops(batches, **options):
+def step_that_stops(batches):
     """The number of the batch at which scoring ends with RewardError; None when it does not."""
-    rewards = RewardSet([Scripted()], **options)
+    rewards = RewardSet([Scripted()])
     for number, samples in enumerate(batches):
         try:
             rewards.score(samples)
@@ -55,17 +55,16 @@ def test_hard_texts_never_stop_a_run_and_failures_do(outcome, stops):
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("ratio", [0.05, 0.2])
-def test_the_ratio_is_that_of_the_rows_of_a_full_window(rows, ratio):
-    allowed = round(ratio * WINDOW_PROMPTS * rows)
+def test_the_share_is_that_of_the_rows_of_a_full_window(rows):
+    allowed = round(FAILED_SHARE * WINDOW_PROMPTS * rows)
 
     def batches(failures):
         for number in range(4):
             share = failures // 4 + (number < failures % 4)
             yield batch(*[BROKEN] * share, prompts=25, rows=rows, first=25 * number)
 
-    assert step_that_stops(batches(allowed), max_failure_ratio=ratio) is None
-    assert step_that_stops(batches(allowed + 1), max_failure_ratio=ratio) == 3
+    assert step_that_stops(batches(allowed)) is None
+    assert step_that_stops(batches(allowed + 1)) == 3
 
 
 def test_a_bad_step_does_not_decide_alone_and_is_forgotten():
@@ -78,7 +77,6 @@ def test_a_bad_step_does_not_decide_alone_and_is_forgotten():
 def test_one_prompt_or_row_does_not_decide():
     poisoned = [Sample("poisoned", "c", None, {"outcome": BROKEN}) for _ in range(8)]
     assert step_that_stops([[*batch(prompts=3, first=3 * i), *poisoned] for i in range(50)]) is None
-    assert step_that_stops([batch(BROKEN, prompts=WINDOW_PROMPTS, rows=1)], max_failure_ratio=0.001) is None
 
 
 def test_steps_without_any_score_stop_at_once():
@@ -97,33 +95,21 @@ def test_hard_texts_alone_stop_only_when_a_full_window_has_no_score():
     assert step_that_stops([batch(*[HARD] * 1024, prompts=128) for _ in range(9)]) == WINDOW_BATCHES - 1
 
 
-@pytest.mark.parametrize(
-    ("ratio", "outcome", "stops"), [(0, BROKEN, 0), (0, None, 0), (0, STALLED, 0), (0, HARD, None), (1, BROKEN, None)]
-)
-def test_the_ends_of_the_ratio(ratio, outcome, stops):
-    assert step_that_stops([batch(*[outcome] * 31) for _ in range(10)], max_failure_ratio=ratio) == stops
-
-
-def test_a_hard_text_is_masked_and_counted_or_zero():
-    result = RewardSet([Scripted()]).score(batch(HARD, prompts=2, rows=1))
-    assert result.total == [None, 1.0]
+@pytest.mark.parametrize(("on_limit", "score"), [("mask", None), ("zero", 0.0)])
+def test_a_hard_text_is_masked_and_counted_or_zero(on_limit, score):
+    result = RewardSet([Scripted()], on_limit=on_limit).score(batch(HARD, prompts=2, rows=1))
+    assert result.total == [score, 1.0]
     assert result.over_limit == {"scripted": 1}
-    reward = Scripted()
-    result = RewardSet([reward], on_limit="zero").score(batch(HARD, prompts=2, rows=1))
-    assert result.total == [0.0, 1.0]
-    assert result.over_limit == {"scripted": 1}
-    assert reward.requested == [2, 1], "a stalled machine must not become a zero"
 
 
 @pytest.mark.parametrize(
     ("outcome", "then", "total"),
     [
+        (HARD, HARD, 0.0),
         (HARD, 1.0, 1.0),
         (HARD, STALLED, None),
-        (HARD, BROKEN, None),
         (STALLED, HARD, None),
         (BROKEN, 1.0, None),
-        (None, 1.0, None),
         (TimeoutError("the judge is slow"), HARD, None),
     ],
 )

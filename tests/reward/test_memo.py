@@ -1,11 +1,13 @@
 """Kept scores: equal to asking again, for rewards that say so only, and never a failure."""
 
 import random
+from contextlib import closing
 
 import pytest
 
 import specrl.reward.memo as memo_module
 from specrl.reward.base import LimitError, Sample
+from specrl.reward.code import CodeReward
 from specrl.reward.config import RewardConfig
 from specrl.reward.format import FormatReward
 from specrl.reward.loading import load_rewards
@@ -80,7 +82,7 @@ def test_control_a_key_without_a_part_is_seen(monkeypatch, part):
 @pytest.mark.parametrize("failure", [LookupError("down"), LimitError("no result in time")])
 def test_failures_are_scored_again_and_never_kept(failure):
     reward = Counting(failing="b", failure=failure)
-    kept = RewardSet([reward], max_failure_ratio=1)
+    kept = RewardSet([reward])
     batch = [Sample("p", "a"), Sample("p", "b")]
     first, second = kept.score(batch), kept.score(batch)
     assert first.total == second.total == [Counting.value(batch[0]), None]
@@ -94,42 +96,34 @@ class Clock:
     """A reward that depends on when it is asked."""
 
     name = "clock"
-
-    def __init__(self):
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self, samples):
         self.now += 1
         return [self.now] * len(samples)
 
 
-@pytest.mark.parametrize("declared", [None, False, "yes"])
-def test_a_reward_that_promises_nothing_is_always_called(declared):
+@pytest.mark.parametrize("declared", [None, "yes", True])
+def test_only_the_scores_of_a_reward_that_promises_it_are_kept(declared):
     reward = Clock()
     if declared is not None:
         reward.deterministic = declared
     rewards = RewardSet([reward])
-    results = [rewards.score([Sample("p", "a")]) for _ in range(3)]
-    assert [result.total for result in results] == [[1.0], [2.0], [3.0]]
-    assert [result.reused for result in results] == [{"clock": 0}] * 3
-    reward.deterministic = True
-    lying = RewardSet([reward])
-    assert [lying.score([Sample("p", "a")]).total for _ in range(2)] == [[4.0], [4.0]], "the promise is what counts"
+    results = [rewards.score([Sample("p", "a")]) for _ in range(2)]
+    kept = declared is True
+    assert [result.total for result in results] == [[1.0], [1.0 if kept else 2.0]]
+    assert [result.reused for result in results] == [{"clock": 0}, {"clock": int(kept)}]
 
 
 def test_who_promises(tmp_path, monkeypatch):
     text = "def f(prompt, completion, answer): return 1.0\n"
     (tmp_path / "promising_plug_in.py").write_text(text + "def g(*a, **b): return 1.0\ng.deterministic = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert FormatReward().deterministic is MathReward.deterministic is True
-    for isolate in (False, True):
-        rewards = load_rewards(
-            RewardConfig(functions=["promising_plug_in:f", "promising_plug_in:g"], isolate_user=isolate)
-        )
+    assert FormatReward().deterministic is MathReward.deterministic is CodeReward.deterministic is True
+    with closing(load_rewards(RewardConfig(["promising_plug_in:f", "promising_plug_in:g"]))) as rewards:
         results = [rewards.score([Sample("p", "a")]) for _ in range(2)]
-        rewards.close()
-        assert [result.total for result in results] == [[2.0], [2.0]]
-        assert results[1].reused == {"f": 0, "g": 1}
+    assert [result.total for result in results] == [[2.0], [2.0]]
+    assert results[1].reused == {"f": 0, "g": 1}
 
 
 def test_memory_is_bounded_and_the_latest_stay():

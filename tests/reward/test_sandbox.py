@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -156,8 +157,6 @@ def outcomes(request, monkeypatch):
 @linux
 @pytest.mark.slow
 def test_no_attack_succeeds(outcomes):
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as server:
         port, starter = str(server.getsockname()[1]), str(os.getpid())
         programs = [program.replace("PORT", port).replace("STARTER", starter) for program in ATTACKS.values()]
@@ -169,8 +168,6 @@ def test_no_attack_succeeds(outcomes):
 @linux
 @pytest.mark.skipif(os.geteuid() != 0, reason="as root every attack succeeds without the sandbox")
 def test_planted_fault_without_the_sandbox_every_attack_succeeds(tmp_path, monkeypatch):
-    import socket
-
     monkeypatch.setenv("SECRET", "secret")
     (tmp_path / "f").write_text("secret")
     with socket.create_server(("127.0.0.1", 0)) as server, subprocess.Popen(["sleep", "60"]) as neighbour:
@@ -209,15 +206,16 @@ def test_a_program_ends_with_the_process_that_scores():
     def alive() -> bool:
         return f"sleep {mark}" in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
 
-    deadline = time.monotonic() + 30
-    while not alive() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert alive()
+    def within_30_s(due: bool) -> bool:
+        deadline = time.monotonic() + 30
+        while alive() != due and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return alive() == due
+
+    assert within_30_s(True)
     scorer.kill()
     scorer.wait()
-    while alive() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive()
+    assert within_30_s(False)
 
 
 @linux

@@ -115,7 +115,7 @@ def assess(script: list[str], weights=(), *others):
         for example, digits in zip(examples, script, strict=True)
         for i, digit in enumerate(digits)
     }
-    engine, rewards = Scripted(answers), RewardSet([Digit(), *others], weights, max_failure_ratio=1)
+    engine, rewards = Scripted(answers), RewardSet([Digit(), *others], weights)
     config = Config(seed=5, rollout=RolloutConfig(max_new_tokens=7))
     rollout = SpeculativeRollout(engine, None, config.rollout, config.seed)
     metrics = evaluate(rollout, tokenizer, examples, rewards, config, len(script[0]))
@@ -208,17 +208,14 @@ def test_the_command_prints_json_and_writes_nothing(tmp_path, capsys):
     assert json.loads(command(tmp_path, capsys, "samples=2")[1]) == result, "the same policy gives the same numbers"
 
 
-def unscored(prompt: str, completion: str, answer: str | None) -> None:
-    """A reward that cannot score anything."""
-
-
 def test_the_command_has_no_accuracy_when_nothing_could_be_scored(tmp_path, capsys):
-    none = ["reward.functions=[tests.specrl.test_evaluate:unscored]", "reward.max_failure_ratio=1", "samples=1"]
+    none = ["reward.functions=[tests.rewards:unscored]", "samples=1"]
     code, out, err = command(tmp_path, capsys, *none)
     assert code == 3
     assert json.loads(out)["eval/failed"] == 8
     assert "eval/reward" not in out
     assert "none of the 8 responses" in err
+    assert "the reward returned None (no score)" in err
 
 
 # Drafts from the last evaluation --------------------------------------------------------------------------------------
@@ -239,7 +236,7 @@ def evaluated(rollout, samples=2):
         tokenizer = build_tokenizer()
         examples = [Example(f"e{i}", f"Tom has {i} apples.", "3", {}) for i in range(4)]
         config = Config(rollout=rollout.config)
-        return evaluate(rollout, tokenizer, examples, RewardSet([Digits()], [], 1), config, samples), done
+        return evaluate(rollout, tokenizer, examples, RewardSet([Digits()]), config, samples), done
 
 
 class Digits:

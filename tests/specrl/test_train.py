@@ -106,20 +106,10 @@ def test_rewards_in_the_metrics_are_those_of_the_responses(finished):
         assert line["completions/mean_length"] == pytest.approx(sum(map(len, step.tokens)) / len(step.tokens))
 
 
-def nothing(prompt: str, completion: str, answer: str | None) -> float:
-    """A reward that no response earns."""
-    return 0.0
-
-
-def by_prompt(prompt: str, completion: str, answer: str | None) -> float:
-    """A reward that all responses to a prompt earn alike, and prompts differ in."""
-    return float(sum(map(ord, prompt)) % 3)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_nothing_is_learned_where_every_group_is_alike(tmp_path, capsys, scale):
-    options = {"trainer__scale_rewards": scale, "reward__functions": "[tests.specrl.test_train:by_prompt]"}
+    options = {"trainer__scale_rewards": scale, "reward__functions": "[tests.rewards:by_prompt]"}
     run(tmp_path, **SHORT | {"trainer__epochs": 3, "dataset__train_size": 6, "trainer__prompts_per_step": 3}, **options)
     assert {line["frac_reward_zero_std"] for line in records(tmp_path / "run") if "loss" in line} == {1.0}
     assert "Nothing is learned" in " ".join(capsys.readouterr().out.split())
@@ -128,7 +118,7 @@ def test_nothing_is_learned_where_every_group_is_alike(tmp_path, capsys, scale):
 @pytest.mark.slow
 def test_a_run_that_learns_nothing_says_so_and_keeps_its_first_and_last_responses(tmp_path, capsys):
     rare = {"trainer__log_completions_every": 64}
-    run(tmp_path, **SHORT | {"trainer__epochs": 3}, **rare, reward__functions="[tests.specrl.test_train:nothing]")
+    run(tmp_path, **SHORT | {"trainer__epochs": 3}, **rare, reward__functions="[tests.rewards:nothing]")
     kept = tmp_path / "run" / "completions"
     assert sorted(path.name for path in kept.iterdir()) == ["step_1.parquet", "step_6.parquet"]
     assert set(pq.read_table(kept / "step_1.parquet").to_pydict()["reward"]) == {0.0}
@@ -235,7 +225,7 @@ def test_scorer_hands_over_the_columns_and_counts_failures():
     tokenizer = AutoTokenizer.from_pretrained(policy())
     example = Example("e", "p", None, {"level": 3, "share": 0.5, "tests": [1, "2"]})
     prompts = {"e": Prompt([5], "the prompt", None, example)}
-    score = scorer(RewardSet([echo], [0.5], max_failure_ratio=1), tokenizer, prompts)
+    score = scorer(RewardSet([echo], [0.5]), tokenizer, prompts)
     rows = [{"prompt": "p", "example_id": "e"}] * 3
     totals, metrics = score(rows, [tokenizer(text).input_ids for text in "789"])
     assert totals == [None, 1.0, 2.0]

@@ -13,12 +13,7 @@ from specrl.train_judge import main as train_judge
 from tests import runs
 
 pytestmark = pytest.mark.long  # commands on a pair of models
-REWARD = "[tests.specrl.test_train_judge:few_digits]"
-
-
-def few_digits(prompt: str, completion: str, answer: str | None) -> float:
-    """A reward that many changes of a random text leave as it is."""
-    return float(sum(c.isdigit() for c in completion) < 6)
+REWARD = "[tests.rewards:few_digits]"
 
 
 def words(folder, draft, *more):

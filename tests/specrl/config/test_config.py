@@ -267,7 +267,7 @@ JUDGED = "rollout.acceptance=judged rollout.trained=x "
         *(
             ("", change, False)
             for change in (
-                *("reward.timeout_s=9", "reward.max_failure_ratio=0.5", "reward.workers=2", "reward.memory_mb=4096"),
+                *("reward.timeout_s=9", "reward.workers=2", "reward.memory_mb=4096"),
                 *("cluster.num_workers=2 cluster.task_timeout_s=9", "rollout.draft_tokens=8", "resume=auto"),
                 "rollout.acceptance=off",
             )

@@ -24,6 +24,7 @@ from specrl.run.prompts import seen
 from specrl.train_router import TrainRouterConfig
 from specrl.train_router import main as train_router
 from tests import runs
+from tests.rewards import digits
 
 pytestmark = pytest.mark.long  # commands on a pair of models
 
@@ -61,9 +62,11 @@ def rewards():
         name = "digits"
 
         def __call__(self, samples):
-            return [None if "coins" in s.completion else runs.digits("", s.completion, None) for s in samples]
+            return [None if "coins" in s.completion else digits("", s.completion, None) for s in samples]
 
-    return RewardSet([Digits()], max_failure_ratio=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specrl.reward.set.FAILED_SHARE", 1)
+        yield RewardSet([Digits()])
 
 
 def candidates(pair, examples, seed=0):

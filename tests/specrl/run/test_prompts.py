@@ -1,6 +1,5 @@
 """Prompts as a policy sees them, and that rewards get the same text in training and in evaluation."""
 
-import importlib
 import json
 import logging
 import shutil
@@ -14,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from specrl.config.load import load as load_config
 from specrl.config.options import ConfigError
 from specrl.config.schema import DatasetConfig
-from specrl.reward.loading import load_rewards
+from specrl.reward import loading
 from specrl.rollout.speculative import SpeculativeRollout
 from specrl.rollout.types import Completion, EngineStats
 from specrl.run.accuracy import evaluate
@@ -22,6 +21,7 @@ from specrl.run.data import Example, load_examples
 from specrl.run.policy import fingerprint, load_tokenizer
 from specrl.run.prompts import Prompt, chat_template, check_lengths, render
 from specrl.run.run_dir import data_digests
+from tests.rewards import few_digits
 from tests.runs import SHORT, build_policy, run, words
 
 
@@ -142,13 +142,6 @@ MARKED = (
     "{% for m in messages %}{{ '<' + m['role'] + '> ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<bot>{% endif %}"
 )
-HEARD: list[tuple] = []
-
-
-def heard(prompt, completion, answer, messages=None) -> float:
-    """A reward that remembers its arguments."""
-    HEARD.append((prompt, messages))
-    return float(sum(c.isdigit() for c in completion) < 6)
 
 
 @pytest.fixture(scope="module")
@@ -162,19 +155,20 @@ def chatting(tmp_path_factory):
 
 
 @pytest.fixture
-def remembered():
-    """The arguments of `heard`, wherever it was called from: rewards are imported by name."""
-    calls = importlib.import_module("tests.specrl.run.test_prompts").HEARD
-    calls.clear()
+def remembered(monkeypatch):
+    """The arguments of every call of a reward that is loaded, which runs in this process."""
+    calls = []
+
+    def heard(prompt, completion, answer, messages=None) -> float:
+        calls.append((prompt, messages))
+        return few_digits(prompt, completion, answer)
+
+    monkeypatch.setattr(loading, "load_reward", lambda *_: loading.FunctionReward(heard, "heard"))
     return calls
 
 
 def options(chatting):
-    return {
-        "model": str(chatting),
-        "dataset__system_prompt": SYSTEM,
-        "reward__functions": "[tests.specrl.run.test_prompts:heard]",
-    }
+    return {"model": str(chatting), "dataset__system_prompt": SYSTEM}
 
 
 def expected(settings, split) -> set[tuple[str, str]]:
@@ -234,5 +228,6 @@ def test_rewards_in_an_evaluation_see_the_rendered_prompt(chatting, tmp_path, re
     config = load_config(settings)
     examples = load_examples(config.data, config.dataset, "test", config.seed)
     rollout = SpeculativeRollout(Engine(), None, config.rollout, config.seed)
-    evaluate(rollout, AutoTokenizer.from_pretrained(chatting), examples, load_rewards(config.reward), config, samples=2)
+    rewards = loading.load_rewards(config.reward)
+    evaluate(rollout, AutoTokenizer.from_pretrained(chatting), examples, rewards, config, samples=2)
     assert seen_by_rewards(remembered) == expected(settings, "test")

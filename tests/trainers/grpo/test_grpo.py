@@ -362,10 +362,11 @@ def expected_advantages(rewards: list, group: int = 4) -> list[float]:
 
 
 @pytest.mark.parametrize("reward", ["some_digits", "no_score_for_some_prompts"])
-def test_failed_rewards_leave_their_group(tmp_path, reward):
+def test_failed_rewards_leave_their_group(tmp_path, monkeypatch, reward):
     """Rows, and whole groups, without a reward."""
+    monkeypatch.setattr("specrl.reward.set.FAILED_SHARE", 1)
     outputs = []
-    options = {"reward__functions": f"[tests.runs:{reward}]", "reward__max_failure_ratio": 1}
+    options = {"reward__functions": f"[tests.rewards:{reward}]"}
     record = run(tmp_path, tap(outputs), trainer__max_steps=3, **options)
     groups = [step.rewards[i : i + 4] for step in record.steps for i in range(0, 16, 4)]
     assert any(group == [None] * 4 for group in groups) == (reward != "some_digits")
@@ -424,8 +425,9 @@ def plain_loss(model, initial, got, kind, beta, counts, weighs=lambda ratio: rat
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo"])
-def test_rows_without_a_reward_have_no_gradient(tmp_path, kind):
+def test_rows_without_a_reward_have_no_gradient(tmp_path, monkeypatch, kind):
     """Planted faults: they stay in the KL penalty; a KL estimate without the ratio."""
+    monkeypatch.setattr("specrl.reward.set.FAILED_SHARE", 1)
     initial, held = AutoModelForCausalLM.from_pretrained(policy()), []
 
     def losses(model):
@@ -436,7 +438,7 @@ def test_rows_without_a_reward_have_no_gradient(tmp_path, kind):
             yield plain_loss(model, initial, held[0].train_batch, kind, 0.5, *faults)
 
     gradients = Gradients(losses)
-    options = {"reward__functions": "[tests.runs:some_digits]", "reward__max_failure_ratio": 1, "trainer__loss": kind}
+    options = {"reward__functions": "[tests.rewards:some_digits]", "trainer__loss": kind}
     options |= {"trainer__beta": 0.5, "trainer__rows_per_pass": 4, "trainer__max_grad_norm": 1e9}
     options |= {"trainer__max_steps": 3, "trainer__learning_rate": 1e-2}
     record = run(tmp_path, lambda t: (held.append(t.rollouts), t.add_callback(gradients)), **options)

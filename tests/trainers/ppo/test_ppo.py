@@ -147,8 +147,9 @@ def test_padding_and_rows_left_out_have_no_influence(tmp_path):
     assert not all(torch.equal(base[name], grad) for name, grad in planted.items()), "without the mask"
 
 
-def test_failed_rewards_are_masked(tmp_path):
-    reward = {"reward__functions": "[tests.runs:some_digits]", "reward__max_failure_ratio": 1}
+def test_failed_rewards_are_masked(tmp_path, monkeypatch):
+    monkeypatch.setattr("specrl.reward.set.FAILED_SHARE", 1)
+    reward = {"reward__functions": "[tests.rewards:some_digits]"}
     reward |= {"trainer__advantage": "rloo", "trainer__minibatches": 1, "trainer__max_steps": 1}
     found = []
     record = ppo(tmp_path, tap(found), **reward)
