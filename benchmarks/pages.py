@@ -344,6 +344,8 @@ def twins() -> list[str]:
     rows = []
     for name, engine in (("twins", ""), ("twins-vllm", "vLLM: ")):
         for arm in load(name)["result"]["arms"]:
+            if arm["arm"] not in ("the same again", "lr x 0.5", "dapo's loss", "ppo"):
+                continue
             sides = [side for pair in zip(arm["without"], arm["with"], strict=True) for side in pair]
             rows.append((engine + arm["arm"], *(passes(side, "") for side in sides)))
     columns = [f"{n} {side}" for n in (1, 2, 3) for side in ("without", "with the log")]
