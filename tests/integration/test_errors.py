@@ -190,7 +190,7 @@ def test_another_data_set_is_refused(finished, tmp_path, things, refuse):
     data = things / "train.jsonl"
     text, code = refuse(words(tmp_path, **ONE, data=data, rollout__cache__start_from=source))
     assert code == RUN_ERROR
-    assert "'arithmetic'" in text
+    assert "'arithmetic:easy'" in text
 
 
 @pytest.mark.slow
