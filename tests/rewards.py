@@ -11,6 +11,11 @@ def few_digits(prompt: str, completion: str, answer: str | None) -> float:
     return float(sum(c.isdigit() for c in completion) < 6)
 
 
+def thirds(prompt: str, completion: str, answer: str | None) -> float:
+    """A reward that about half of the changes of a random text leave as it is."""
+    return float(sum(c.isdigit() for c in completion) % 3 > 0)
+
+
 def sixth(prompt: str, completion: str, answer: str | None) -> float:
     """1 for one response in six, else 0, so that half of the groups of four are all alike."""
     return float(sum(map(ord, completion)) % 6 == 0)

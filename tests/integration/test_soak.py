@@ -63,4 +63,4 @@ def test_a_short_soak(tmp_path):
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["violations"] == []
     assert {"kill", "illegal_change"} <= set(summary["struck"])
-    assert {text.split()[0] for text in summary["control: found"]} >= {"rss_mb", "files"}
+    assert {text.split()[0] for text in summary["control: found"]} >= {"workers_mb", "processes"}

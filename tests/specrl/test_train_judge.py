@@ -65,12 +65,7 @@ def test_too_few_mismatches_are_one_line(draft, tmp_path, capsys):
 # --- from a run's stored texts
 
 
-THIRDS = "[tests.specrl.test_train_judge:thirds]"
-
-
-def thirds(prompt: str, completion: str, answer: str | None) -> float:
-    """A reward that about half of the changes of a random text leave as it is."""
-    return float(sum(c.isdigit() for c in completion) % 3 > 0)
+THIRDS = "[tests.rewards:thirds]"
 
 
 @pytest.fixture(scope="module")
