@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from specrl.reward.spelling import (
     canonical,
     is_choice,
     is_words,
+    normal_number,
     quick_equal,
     written_out,
 )
@@ -69,16 +69,18 @@ class MathReward:
 
     def __call__(self, samples: Sequence[Sample]) -> list[Outcome]:
         """1.0, 0.0, None without a reference answer, or the exception that prevented the check."""
-        outcomes = [self._quick_outcome(sample) for sample in samples]
+        return self._decided([self._quick_outcome(sample) for sample in samples])
+
+    def check(self, samples: Sequence[Sample]) -> list[Exception | None]:
+        """Why a row cannot be scored: it has no reference answer, or one that does not equal itself in a box."""
+        outcomes = self._decided([_itself(sample) for sample in samples])
+        return [None if outcome == 1 else _unreadable(s, outcome) for s, outcome in zip(samples, outcomes, strict=True)]
+
+    def _decided(self, outcomes: list[bool | Exception | Comparison | None]) -> list[Outcome]:
+        """The outcomes, with the verdict of math-verify in place of each comparison."""
         verdicts = iter(self.pool.map_once([each._asdict() for each in outcomes if isinstance(each, Comparison)]))
         decided = [next(verdicts) if isinstance(each, Comparison) else each for each in outcomes]
         return [float(outcome) if isinstance(outcome, bool) else outcome for outcome in decided]
-
-    def check(self, samples: Sequence[Sample]) -> list[Exception | None]:
-        """Why a row cannot be scored: it has no reference answer, or one that cannot be read."""
-        outcomes = self([replace(sample, prompt="", completion=r"\boxed{\frac{1}{2}}") for sample in samples])
-        absent = ValueError("the row has no reference answer")
-        return [absent if each is None else each if isinstance(each, Exception) else None for each in outcomes]
 
     def close(self) -> None:
         self.pool.close()
@@ -116,6 +118,25 @@ def _reference(sample: Sample) -> str | Exception | None:
             "into that column, or mark it with \\boxed{...}"
         )
     return reference
+
+
+def _itself(sample: Sample) -> bool | Exception | Comparison | None:
+    """The comparison of a reference with itself, which only math-verify may be unable to read."""
+    reference = _reference(sample)
+    if not isinstance(reference, str):
+        return reference
+    decided = is_words(reference) or is_choice(reference) or normal_number(reference) is not None
+    return True if decided else Comparison(reference, reference)
+
+
+def _unreadable(sample: Sample, outcome: Outcome) -> Exception:
+    if isinstance(outcome, Exception):
+        return outcome
+    if outcome is None:
+        return ValueError("the row has no reference answer")
+    return ValueError(
+        f"math-verify reads the reference answer {sample.answer!r:.80} in a way that does not equal itself"
+    )
 
 
 def _compared(reference: str, answer: str) -> bool | Comparison:
