@@ -30,7 +30,7 @@ HEAD_PASSES = 3
 OWN_SHARE = 0.8  # of the states that a head's later passes take from the pass before
 MAX_GRAD_NORM = 1.0
 
-# Distances between the distributions of student and teacher, at each of N tokens --------------------------------------
+# The distance between the distributions of student and teacher, at each of N tokens ----------------------------------
 
 
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
@@ -41,15 +41,6 @@ def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
     p = teacher.float().log_softmax(-1)
     q = student.float().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1)
-
-
-def total_variation(student: Tensor, teacher: Tensor) -> Tensor:
-    """Half the sum of |p - q| [N], 0 to 1; logits [N, V] may be -inf.
-
-    Keyed samples of both distributions agree with a probability between (1 - TV) / (1 + TV) and 1 - TV
-    (arXiv 2408.07978).
-    """
-    return (teacher.float().softmax(-1) - student.float().softmax(-1)).clamp(min=0).sum(-1)
 
 
 def largest(values: Tensor, share: float) -> Tensor:
