@@ -112,6 +112,7 @@ def planned(heads, saved):
         patch.setattr(EagleSpeculator, "propose", record)
         patch.setattr("specrl.rollout.engines.vllm.engine.FREQUENT_IDS", 30)
         engine = start(spec_of(saved("qwen3")[1], drafter=heads, draft_tokens=8))
+        engine.drafting.budget.window = 0  # the measured costs decide
         yield engine, asked
         close(engine)
 
