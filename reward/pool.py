@@ -116,7 +116,7 @@ class WorkerPool:
         return reply["value"]
 
     def _reply(self, request: bytes) -> dict[str, Any]:
-        """What a worker answers, or an error of the kind "deadline" or "died"."""
+        """What a worker answers, or an error of the kind "deadline", "memory" or "died"."""
         worker = self._take()
         began = time.monotonic()
         try:

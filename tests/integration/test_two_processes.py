@@ -250,7 +250,7 @@ def test_ppo_on_two_processes_is_ppo_on_one(launched, tmp_path):
 
 
 def test_a_process_that_is_killed_ends_the_other_and_the_run_resumes(launched, tmp_path):
-    """The other one works on the next batch meanwhile, and waits for the killed one in a sum."""
+    """The other one, whose passes take rows of the next batch, waits for it in a sum."""
     options = words(tmp_path, model=policy(), **OPTIONS | {"rollout__fill": 64})
     processes = start_two_processes(DYING, options)
     (error, _), _ = (process.communicate(timeout=300) for process in processes)
