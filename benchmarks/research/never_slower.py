@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from benchmarks.paired import Bench, Change, PairConfig, cut, device_name, of_pairs, prepare, useless, with_config
+from benchmarks.paired import Bench, Change, PairConfig, cut, device_name, prepare, useless, with_config
 from specrl.config import load as cli
 from specrl.results import tables
 from specrl.rollout.build import build_engine
@@ -44,14 +44,14 @@ class Line:
     text: str
     speedup: float
     """Seconds of plain decoding over those with drafts, summed over all pairs."""
-    least: float
-    most: float
+    pairs: list[float]
+    """The same ratio of every pair."""
     reused: float
     tried: float
     """`spec/tried_s` over the seconds of the rollouts with drafts, by the clock on the wall."""
 
     def cells(self) -> tuple[str, ...]:
-        pairs = f"{self.least:.2f} to {self.most:.2f}"
+        pairs = f"{min(self.pairs):.2f} to {max(self.pairs):.2f}"
         return str(self.rows), self.text, f"{self.speedup:.3f}x", pairs, f"{self.reused:.0%}", f"{self.tried:.1%}"
 
 
@@ -76,15 +76,13 @@ def measure(bench: Bench, config: NeverSlowerConfig, text: str) -> Line:
         drafted = timed(lambda: bench.timed(bench.rollout(old, replay=replay, change=change)), config.busy)
         pairs.append((plain or timed(lambda: bench.plain(1, replay), config.busy), drafted))
     plain_s, specrl_s = ([seconds for seconds, _ in side] for side in zip(*pairs, strict=True))
-    _, least, most = of_pairs(specrl_s, plain_s)
     batches = [batch for _, (_, batch) in pairs]
     done = [completion for batch in batches for completion in batch.completions]
     return Line(
         len(bench.rows),
         text,
         sum(plain_s) / sum(specrl_s),
-        least,
-        most,
+        [plain / specrl for plain, specrl in zip(plain_s, specrl_s, strict=True)],
         reused=sum(sum(c.reused) for c in done) / sum(len(c.tokens) for c in done),
         tried=sum(batch.stats.tried_s for batch in batches) / sum(batch.total_s for batch in batches),
     )
