@@ -70,8 +70,8 @@ TWINS = "benchmarks.twins out={out}/result.json"
 REAL = "benchmarks.real sizes=[8,32] rollout.max_new_tokens=64 trainer.learning_rate=1e-6 out={out}/result.json"
 FILL = "benchmarks.fill out={out}/result.json"
 REAL_FILL = (
-    "config=grpo_smollm2 trainer.learning_rate=1e-6 trainer.epochs=1 dataset.train_size=8 trainer.prompts_per_step=1 "
-    "rollout.temperature=1 rollout.max_new_tokens=64 fills=[0,64]"
+    "config=grpo_smollm2 trainer.learning_rate=1e-6 trainer.epochs=3 dataset.train_size=6 trainer.prompts_per_step=1 "
+    "rollout.temperature=1 rollout.max_new_tokens=64 fills=[0,64] reward.functions=[benchmarks.brevity:brevity]"
 )
 SMALL = "trainer.prompts_per_step=2 dataset.train_size=32"
 LONG = "rollout.max_new_tokens=220 rollout.tokens_per_pass=4096"
