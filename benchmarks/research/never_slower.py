@@ -1,41 +1,41 @@
-"""Rollouts with drafts that are of no or little use, against plain decoding, on a quiet machine and under load.
+"""Rollouts with drafts that are of no or little use, against plain decoding at the same time on the same cores.
 
-    OMP_NUM_THREADS=1 GOMP_SPINCOUNT=20000 python -m benchmarks.research.never_slower config=NAME sizes=[8,32] out=FILE
+    OMP_NUM_THREADS=1 GOMP_SPINCOUNT=20000 taskset -c 0 python -m benchmarks.research.never_slower config=NAME \
+        sizes=[8,32] out=FILE
 
-For each number of rows and each text a new engine rolls out the same rows in turn by plain decoding and with drafts, as
-`benchmarks.paired` does. The speedup is the ratio of the sums of all pairs, the first one included, in which the budget
-knows nothing yet. With `busy=true` a process loops on every core that this one may use. Seconds are then those of the
-CPU that the rollouts used: how much of a core they get differs more between two rollouts than drafts can.
+For each number of rows and each text two processes with an engine each roll out the same rows, one by plain decoding
+and one with drafts. They begin every rollout together and share the cores, so each is the other's load, and whatever
+slows the machine slows both. Seconds are those of the CPU that a process used. The speedup is the ratio of the sums of
+all rollouts, the first one included, in which the budget knows nothing yet.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
+import math
+import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.paired import Bench, Change, PairConfig, cut, device_name, prepare, useless, with_config
 from specrl.config import load as cli
 from specrl.results import tables
 from specrl.rollout.build import build_engine
-from specrl.rollout.sections import doc
 from specrl.rollout.types import RolloutBatch
-from specrl.run.machine import usable
 
-COLUMNS = ("rows", "text", "speedup", "pairs", "reused", "tried")
+COLUMNS = ("rows", "text", "speedup", "standard error", "reused", "tried")
 TEXTS: dict[str, tuple[Change | None, float]] = {"useless": (useless, 0.0), "cut": (cut, 0.0), "drifted": (None, 1.0)}
 """What is done to the old text, and `rollout.replay`: drifted text comes from perturbed weights with the same noise."""
+LONGEST_WAIT_S = 3600
+"""Then the other process has died."""
 
 
 @dataclass
 class NeverSlowerConfig(PairConfig):
     sizes: list[int] = field(default_factory=list, metadata={"help": "several numbers of rows, in the place of rows"})
-    busy: bool = doc(False, "beside a process that loops on every core that this one may use")
 
 
 @dataclass(frozen=True)
@@ -43,78 +43,77 @@ class Line:
     rows: int
     text: str
     speedup: float
-    """Seconds of plain decoding over those with drafts, summed over all pairs."""
+    """CPU seconds of plain decoding over those with drafts, summed over all rollouts."""
     pairs: list[float]
-    """The same ratio of every pair."""
+    """The same ratio of every pair of rollouts."""
     reused: float
     tried: float
     """`spec/tried_s` over the seconds of the rollouts with drafts, by the clock on the wall."""
 
+    @property
+    def error(self) -> float:
+        """The standard error of the mean of the pairs."""
+        mean = sum(self.pairs) / len(self.pairs)
+        squares = sum((pair - mean) ** 2 for pair in self.pairs)
+        return math.sqrt(squares / max(len(self.pairs) - 1, 1) / len(self.pairs))
+
     def cells(self) -> tuple[str, ...]:
-        pairs = f"{min(self.pairs):.2f} to {max(self.pairs):.2f}"
-        return str(self.rows), self.text, f"{self.speedup:.3f}x", pairs, f"{self.reused:.0%}", f"{self.tried:.1%}"
+        shares = f"{self.reused:.0%}", f"{self.tried:.1%}"
+        return str(self.rows), self.text, f"{self.speedup:.3f}x", f"{self.error:.3f}", *shares
 
 
-def timed(work: Callable[[], RolloutBatch], busy: bool) -> tuple[float, RolloutBatch]:
-    """Seconds of a rollout, or of its CPU, with what it returns."""
-    clock = time.process_time if busy else time.perf_counter
-    began = clock()
-    batch = work()
-    return clock() - began, batch
-
-
-def measure(bench: Bench, config: NeverSlowerConfig, text: str) -> Line:
-    """Times pairs of rollouts with a text, by an engine that has drafted nothing before."""
+def rolled_out(bench: Bench, config: NeverSlowerConfig, text: str, drafts: bool, together: Any) -> list[tuple]:
+    """CPU seconds and batch of each rollout, by an engine that has drafted nothing before."""
     change, replay = TEXTS[text]
     old = bench.old_batch()
     bench.engine = build_engine(bench.spec, bench.model)
     bench.switch("newer")
     bench.plain(2, replay)  # warms up
-    pairs = []
-    for i in range(config.repeats):
-        plain = timed(lambda: bench.plain(1, replay), config.busy) if i % 2 else None
-        drafted = timed(lambda: bench.timed(bench.rollout(old, replay=replay, change=change)), config.busy)
-        pairs.append((plain or timed(lambda: bench.plain(1, replay), config.busy), drafted))
-    plain_s, specrl_s = ([seconds for seconds, _ in side] for side in zip(*pairs, strict=True))
-    batches = [batch for _, (_, batch) in pairs]
-    done = [completion for batch in batches for completion in batch.completions]
-    return Line(
-        len(bench.rows),
-        text,
-        sum(plain_s) / sum(specrl_s),
-        [plain / specrl for plain, specrl in zip(plain_s, specrl_s, strict=True)],
-        reused=sum(sum(c.reused) for c in done) / sum(len(c.tokens) for c in done),
-        tried=sum(batch.stats.tried_s for batch in batches) / sum(batch.total_s for batch in batches),
-    )
+    done = []
+    for _ in range(config.repeats):
+        stage = bench.rollout(old, replay=replay, change=change)
+        together.wait(LONGEST_WAIT_S)
+        began = time.process_time()
+        batch: RolloutBatch = bench.timed(stage) if drafts else bench.plain(1, replay)
+        done.append((time.process_time() - began, batch))
+    return done
 
 
-@contextmanager
-def load(busy: bool) -> Iterator[None]:
-    """Processes that loop on every usable core, if wanted."""
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(usable() or 1) if busy]
-    try:
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
+def side(drafts: bool, config: NeverSlowerConfig, together: Any, results: Any) -> None:
+    """Sends what one side of all pairs took: the seconds, and of drafts also what was reused and tried."""
+    for rows in config.sizes or [config.rows]:
+        bench, _ = prepare(replace(config, rows=rows))
+        for text in TEXTS:
+            seconds, batches = zip(*rolled_out(bench, config, text, drafts, together), strict=True)
+            done = [completion for batch in batches for completion in batch.completions]
+            reused = sum(sum(c.reused) for c in done) / sum(len(c.tokens) for c in done)
+            tried = sum(batch.stats.tried_s for batch in batches) / sum(batch.total_s for batch in batches)
+            results.put((drafts, device_name(bench.model.device), list(seconds), reused, tried))
 
 
 def main(config: NeverSlowerConfig) -> int:
     from rich.console import Console
 
+    context = multiprocessing.get_context("spawn")
+    together, results = context.Barrier(2), {drafts: context.Queue() for drafts in (False, True)}
+    sides = [context.Process(target=side, args=(d, config, together, results[d]), daemon=True) for d in results]
+    for process in sides:
+        process.start()
     lines = []
-    with load(config.busy):
-        for rows in config.sizes or [config.rows]:
-            bench, _ = prepare(replace(config, rows=rows))
-            for text in TEXTS:
-                lines.append(measure(bench, config, text))
-                print(*lines[-1].cells(), flush=True)
-    beside = "beside a busy loop on every core" if config.busy else "alone"
-    title = f"{config.model}, temperature {config.rollout.temperature:g}, {beside}: {config.repeats} pairs each"
+    for rows in config.sizes or [config.rows]:
+        for text in TEXTS:
+            (_, device, plain_s, *_), (*_, specrl_s, reused, tried) = (
+                queue.get(timeout=LONGEST_WAIT_S) for queue in results.values()
+            )
+            pairs = [plain / specrl for plain, specrl in zip(plain_s, specrl_s, strict=True)]
+            lines.append(Line(rows, text, sum(plain_s) / sum(specrl_s), pairs, reused, tried))
+            print(*lines[-1].cells(), flush=True)
+    for process in sides:
+        process.join()
+    title = f"{config.model}, temperature {config.rollout.temperature:g}: {config.repeats} pairs each"
     tables.show(Console(), title, COLUMNS, [line.cells() for line in lines])
     if config.out:
-        result = {"busy": config.busy, "device": device_name(bench.model.device), "lines": [asdict(x) for x in lines]}
+        result = {"device": device, "lines": [asdict(line) for line in lines]}
         Path(config.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
 
