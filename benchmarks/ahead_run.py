@@ -23,7 +23,7 @@ from specrl.rollout.types import RolloutError
 from specrl.run import preflight
 from specrl.run import run as runs
 from specrl.run.run_dir import RunDir
-from specrl.train import monitored
+from specrl.train import monitored, spare_vllm
 
 
 class Baton:
@@ -80,6 +80,7 @@ def main(config: Config, descriptor: int) -> int:
         RolloutError: it cannot roll out ahead, or a worker was replaced, so that its seconds mean nothing.
     """
     baton, examples = Baton(descriptor), preflight.check(config)
+    spare_vllm()
     run_dir = RunDir(config)
     with run_dir.lock() as checkpoint, runs.build(config, run_dir, checkpoint, **examples) as run:
         source = run.trainer.rollouts.source

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 def main(config: Config) -> int:
     """Runs the checks, the training and the report; returns the exit code."""
     examples = preflight.check(config)
+    if __name__ == "__main__":
+        spare_vllm()
     from specrl.run import run as runs  # importing torch takes seconds, so cheap checks come first
     from specrl.run.run_dir import RunDir
 
@@ -35,6 +37,16 @@ def main(config: Config) -> int:
             return stopped(run, stop.received)
         run.report()
     return 0
+
+
+def spare_vllm() -> None:
+    """Tells TRL that there is no vLLM, which it would import for seconds, although it never generates in this process.
+
+    The engine of `rollout.engine=vllm` imports vLLM itself.
+    """
+    import trl.import_utils as theirs
+
+    theirs.is_vllm_available = lambda min_version=None: False
 
 
 def monitored(run: Run, run_dir: RunDir) -> Monitor | None:

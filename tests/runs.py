@@ -304,6 +304,10 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
+SPARE_VLLM = "import specrl.train\nspecrl.train.spare_vllm()\n"
+"""The beginning of a program that calls `specrl.train.main`, as the command does: importing vLLM takes seconds."""
+
+
 def start_two_processes(program: str, arguments: Sequence[str], **environment: str) -> list[subprocess.Popen]:
     """Starts a program in two CPU processes, as torchrun does; their output is text."""
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}

@@ -24,6 +24,7 @@ torch.use_deterministic_algorithms(True, warn_only=True)
 torch.backends.cuda.enable_mem_efficient_sdp(False)
 torch.backends.cuda.enable_cudnn_sdp(False)
 from specrl import train
+train.spare_vllm()
 from specrl.config import load as cli
 raise SystemExit(cli.run(train.main, sys.argv[1:]))
 """

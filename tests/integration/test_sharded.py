@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.integration.test_two_processes import same_metrics
-from tests.runs import SHORT, by_two_processes, drafter, policy, run, words
+from tests.runs import SHORT, SPARE_VLLM, by_two_processes, drafter, policy, run, words
 
 pytestmark = pytest.mark.long
 
@@ -132,7 +132,7 @@ def launched(tmp_path_factory):
             usual["rollout__drafter"] = drafter(folder / "drafter")
         plan.append((name, words(folder, model=policy(), **usual | options)))
     (folder / "runs.json").write_text(json.dumps(plan))
-    reports, said = by_two_processes(folder, PROGRAM, 420, **FSDP_2)
+    reports, said = by_two_processes(folder, SPARE_VLLM + PROGRAM, 420, **FSDP_2)
     return folder, reports, said
 
 

@@ -18,16 +18,20 @@ from specrl.config.load import INTERRUPTED, TERMINATED
 from specrl.trainers import callbacks
 from specrl.trainers.callbacks import StopOnSignal
 from specrl.trainers.checkpoint import completed, newest
-from tests.runs import ROOT, by_two_processes, run, words
+from tests.runs import ROOT, SPARE_VLLM, by_two_processes, run, words
 
 
 @pytest.mark.long
 def test_a_terminated_run_saves_and_resumes_as_the_uninterrupted_one(tmp_path):
     uninterrupted = run(tmp_path / "uninterrupted", trainer__epochs=6)
     long = words(tmp_path, trainer__epochs=40)  # enough to be hit
+    unusable = tmp_path / "path" / "vllm.py"
+    unusable.parent.mkdir()
+    unusable.write_text("raise RuntimeError('TRL imports vLLM where it is installed, which takes seconds')")
     process = subprocess.Popen(
         [sys.executable, "-m", "specrl.train", *long],
         cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(unusable.parent)},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -73,7 +77,7 @@ code = config.run(specrl.train.main, json.loads((folder / "words.json").read_tex
 @pytest.mark.long
 def test_a_signal_to_one_process_during_the_last_save_ends_all_after_it(tmp_path):
     (tmp_path / "words.json").write_text(json.dumps(words(tmp_path, trainer__max_steps=1)))
-    codes, said = by_two_processes(tmp_path, AT_THE_END, 120)
+    codes, said = by_two_processes(tmp_path, SPARE_VLLM + AT_THE_END, 120)
     assert codes == [TERMINATED, TERMINATED], "the processes agree, and none is missed by another"
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     assert not (tmp_path / "run" / "report.md").exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from specrl.results.records import read_records
-from tests.runs import by_two_processes, policy, run, start_two_processes, words
+from tests.runs import SPARE_VLLM, by_two_processes, policy, run, start_two_processes, words
 
 pytestmark = pytest.mark.long
 OPTIONS = {"rollout__replay": 0.5, "trainer__epochs": 2, "trainer__save_every": 4, "trainer__eval_prompts": 4}
@@ -117,7 +117,7 @@ def launched(tmp_path_factory):
     ]
     commands = [(name, words(folder, model=policy(), **OPTIONS | options)) for name, options in plan]
     (folder / "runs.json").write_text(json.dumps(commands))
-    reports, _ = by_two_processes(folder, PROGRAM, 420)
+    reports, _ = by_two_processes(folder, SPARE_VLLM + PROGRAM, 420)
     return {"folder": folder, **{name: [report[name] for report in reports] for name, _ in plan}}
 
 
@@ -252,12 +252,12 @@ def test_ppo_on_two_processes_is_ppo_on_one(launched, tmp_path):
 def test_a_process_that_is_killed_ends_the_other_and_the_run_resumes(launched, tmp_path):
     """The other one, whose passes take rows of the next batch, waits for it in a sum."""
     options = words(tmp_path, model=policy(), **OPTIONS | {"rollout__fill": 64})
-    processes = start_two_processes(DYING, options)
+    processes = start_two_processes(SPARE_VLLM + DYING, options)
     (error, _), _ = (process.communicate(timeout=300) for process in processes)
     assert processes[1].returncode == -signal.SIGKILL
     assert processes[0].returncode not in (0, -signal.SIGKILL), error[-3000:]
     (tmp_path / "runs.json").write_text(json.dumps([("rest", [*options, "resume=auto"])]))
-    reports, _ = by_two_processes(tmp_path, PROGRAM, 300)
+    reports, _ = by_two_processes(tmp_path, SPARE_VLLM + PROGRAM, 300)
     for whole, report in zip(launched["exact"], reports, strict=True):
         rest = report["rest"]
         assert [step["tokens"] for step in rest["steps"]] == [step["tokens"] for step in whole["steps"][4:]]
