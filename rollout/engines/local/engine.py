@@ -2,8 +2,9 @@
 
 A row gets a slab of KV memory and its prompt is prefilled (once per distinct prompt). Then every pass carries the row's
 last token and a draft of the next ones, samples a token after each of them, and the row emits what the acceptance rule
-accepts; the KV of rejected tokens is overwritten by the next pass. A row without a draft carries one token. Rows that
-finish leave their slabs to rows that wait, and at last to rows of the next batch, which stop when the batch has ended.
+accepts; the KV of rejected tokens lies behind the row's end, where attention does not see it, until later tokens
+overwrite it. A row without a draft carries one token. Rows that finish leave their slabs to rows that wait, and at last
+to rows of the next batch, which stop when the batch has ended.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class KV:
     """Keys and values of all layers: for each of `slabs` rows a slab of `capacity` positions, written in any order.
 
     These are slabs and not pages: the attention kernels of every supported torch read them, a row's slab never moves
-    under a captured graph, and rejected tokens are rolled back by overwriting them.
+    under a captured graph, and a rollback of rejected tokens only shortens the row.
 
     Args:
         slabs: rows at a time.
