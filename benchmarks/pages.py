@@ -13,7 +13,7 @@ from specrl.results import tables
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/two_kinds.md", "docs/vllm.md", "docs/ahead.md", "benchmarks/README.md")
+PAGES = ("README.md", "docs/two_kinds.md", "docs/ahead.md", "benchmarks/README.md")
 BLOCK = re.compile(r"(<!-- figure: ([\w-]+) -->\n).*?(<!-- /figure -->)", re.DOTALL)
 
 
@@ -93,7 +93,6 @@ def savings() -> list[str]:
             "{} from epoch 2 on, {} in all".format(*runs["ppo"]),
             "ppo",
         ),
-        ("vLLM, 32 rows, drafts from nearby weights", "stock vLLM, compiled", rival("vllm"), "vllm"),
         (
             "vLLM, 32 rows, drafts of an earlier epoch of a run",
             "stock vLLM, compiled",
@@ -273,15 +272,6 @@ def vllm() -> list[str]:
     return tables.markdown(columns, rows)
 
 
-def vllm_sentence() -> list[str]:
-    nearby = rival("vllm"), rival("vllm", "specrl exact, replay 1")
-    return [
-        "On two CPU cores, with the embedded policy and both compiled, specrl's engine is "
-        f"{nearby[0]} as fast as stock vLLM with drafts from nearby weights and fresh noise, {nearby[1]} with replayed",
-        f"noise, and {rival('vllm-old-text')} with drafts from an earlier epoch of a run.",
-    ]
-
-
 def sources() -> list[str]:
     """Speedup with all texts, and with a head in addition, by rows and regime."""
     regimes = ("first epoch", "heavy drift", "some drift", "little drift")
@@ -356,10 +346,9 @@ def twins() -> list[str]:
 def evaluations() -> list[str]:
     """Passes of a row and seconds of the evaluations of a run, by source of the drafts."""
     evals = load("evaluations")["result"]["evaluations"]
-    shown = {"last texts": "from the last evaluation", "no last texts": "without its texts", "plain": "none"}
     rows = [
-        (shown[name], *(f"{passes(record, 'eval/')}, {record['eval/gen_s']:.1f} s" for record in records))
-        for name, records in evals.items()
+        (shown, *(f"{passes(record, 'eval/')}, {record['eval/gen_s']:.1f} s" for record in evals[name]))
+        for name, shown in {"last texts": "from the last evaluation", "plain": "none"}.items()
     ]
     return tables.markdown(("drafts", *(f"step {record['step']}" for record in evals["plain"])), rows)
 
@@ -411,7 +400,6 @@ BLOCKS: dict[str, Callable[[], list[str]]] = {
     "console": console,
     "savings": savings,
     "vllm": vllm,
-    "vllm-sentence": vllm_sentence,
     "sources": sources,
     "real": real,
     "real-sentence": real_sentence,
