@@ -214,9 +214,8 @@ def real_sentence() -> list[str]:
 def set_ups() -> list[str]:
     """What README promises to whom: the set-up, what it drafts from, and a figure."""
     trl = load("trl-ahead")["result"]
-    epochs = {(line["epoch"], line["fill"]): line["seconds"] for line in load("fill")["result"]["lines"]}
-    filled, old, plain = (epochs[1, fill] for fill in ("150", "0", "plain"))
-    real = {line["fill"]: line["seconds"] for line in load("smollm2-fill")["result"]["lines"]}
+    filled, old, plain = first_epoch("fill", "150", "0", "plain")
+    real_filled, real_plain = first_epoch("smollm2-fill", "64", "plain")
     kinds = list(zip(*(line["timings"] for line in load("real")["result"]["lines"]), strict=True))
     old_text, same_key = ([timing["speedup"] for timing in timings] for timings in kinds)
     embedded = speedup("whole-runs", "paired", LATER).partition(" ")[0]
@@ -235,7 +234,7 @@ def set_ups() -> list[str]:
         (
             "one process with a GPU, transformers or vLLM, under TRL too, from the first epoch on",
             "rows of the next batch join passes",
-            f"rollouts {real['plain'] / real['64']:.1f}x with SmolLM2's text at temperature 1 "
+            f"rollouts {real_plain / real_filled:.1f}x with SmolLM2's text at temperature 1 "
             f"({source('smollm2-fill')}), {plain / filled:.1f}x with the embedded policy's ({source('fill')}), "
             f"{old / filled:.1f}x over old text "
             "alone; simulated 1.5B",
@@ -253,6 +252,12 @@ def set_ups() -> list[str]:
         ("one epoch otherwise, or hundreds of sequences at a time", "nothing", "leave it off"),
     ]
     return tables.markdown(("your set-up", "what it drafts from", "over the same without it"), rows)
+
+
+def first_epoch(name: str, *fills: str) -> list[float]:
+    """Simulated seconds of a rollout in the first epoch, for these values of `rollout.fill`."""
+    seconds = {(line["epoch"], line["fill"]): line["seconds"] for line in load(name)["result"]["lines"]}
+    return [seconds[1, fill] for fill in fills]
 
 
 def vllm() -> list[str]:

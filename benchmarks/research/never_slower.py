@@ -27,8 +27,13 @@ from specrl.rollout.build import build_engine
 from specrl.rollout.types import RolloutBatch
 
 COLUMNS = ("rows", "text", "speedup", "standard error", "reused", "tried")
-TEXTS: dict[str, tuple[Change | None, float]] = {"useless": (useless, 0.0), "cut": (cut, 0.0), "drifted": (None, 1.0)}
-"""What is done to the old text, and `rollout.replay`: drifted text comes from perturbed weights with the same noise."""
+TEXTS: dict[str, tuple[Change | None, float]] = {
+    "useless": (useless, 0.0),
+    "cut": (cut, 0.0),
+    "drifted": (None, 1.0),
+    "old": (None, 0.0),
+}
+"""What is done to the old text, which comes from perturbed weights, and `rollout.replay`: 1 keeps its noise."""
 LONGEST_WAIT_S = 3600
 """Then the other process has died."""
 
@@ -36,6 +41,7 @@ LONGEST_WAIT_S = 3600
 @dataclass
 class NeverSlowerConfig(PairConfig):
     sizes: list[int] = field(default_factory=list, metadata={"help": "several numbers of rows, in the place of rows"})
+    texts: list[str] = field(default_factory=lambda: [*TEXTS], metadata={"help": f"of {', '.join(TEXTS)}"})
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ def side(drafts: bool, config: NeverSlowerConfig, together: Any, results: Any) -
     """Sends what one side of all pairs took: the seconds, and of drafts also what was reused and tried."""
     for rows in config.sizes or [config.rows]:
         bench, _ = prepare(replace(config, rows=rows))
-        for text in TEXTS:
+        for text in config.texts:
             seconds, batches = zip(*rolled_out(bench, config, text, drafts, together), strict=True)
             done = [completion for batch in batches for completion in batch.completions]
             reused = sum(sum(c.reused) for c in done) / sum(len(c.tokens) for c in done)
@@ -101,7 +107,7 @@ def main(config: NeverSlowerConfig) -> int:
         process.start()
     lines = []
     for rows in config.sizes or [config.rows]:
-        for text in TEXTS:
+        for text in config.texts:
             (_, device, plain_s, *_), (*_, specrl_s, reused, tried) = (
                 queue.get(timeout=LONGEST_WAIT_S) for queue in results.values()
             )
