@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 GOMP_SPINCOUNT=20000 taskset -c 0 python -m benchmarks.research.never_slower config=NAME \
         sizes=[8,32] out=FILE
 
-For each number of rows and each text two processes with an engine each roll out the same rows, one by plain decoding
-and one with drafts. They begin every rollout together and share the cores, so each is the other's load, and whatever
-slows the machine slows both. Seconds are those of the CPU that a process used. The speedup is the ratio of the sums of
-all rollouts, the first one included, in which the budget knows nothing yet.
+For each number of rows and each text two processes with an engine each roll out the same rows. While one decodes
+plainly the other drafts, then they change sides. They begin every rollout together and share the cores, so each is the
+other's load, and whatever slows the machine slows both. Seconds are those of the CPU that a process used. The speedup
+is the ratio of the sums of all rollouts, the first ones included, in which the budget knows nothing yet.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Line:
     speedup: float
     """CPU seconds of plain decoding over those with drafts, summed over all rollouts."""
     pairs: list[float]
-    """The same ratio of every pair of rollouts."""
+    """The same ratio of every round, which has two rollouts of either kind."""
     reused: float
     tried: float
     """`spec/tried_s` over the seconds of the rollouts with drafts, by the clock on the wall."""
@@ -68,58 +68,69 @@ class Line:
         return str(self.rows), self.text, f"{self.speedup:.3f}x", f"{self.error:.3f}", *shares
 
 
-def rolled_out(bench: Bench, config: NeverSlowerConfig, text: str, drafts: bool, together: Any) -> list[tuple]:
-    """CPU seconds and batch of each rollout, by an engine that has drafted nothing before."""
+def measure(bench: Bench, config: NeverSlowerConfig, text: str, drafts_first: bool, together: Any) -> dict[str, Any]:
+    """CPU seconds of this process's rollouts, by an engine that has drafted nothing before.
+
+    In every round it decodes plainly once and drafts once, while the other process does the opposite.
+    """
     change, replay = TEXTS[text]
     old = bench.old_batch()
     bench.engine = build_engine(bench.spec, bench.model)
     bench.switch("newer")
     bench.plain(2, replay)  # warms up
-    done = []
-    for _ in range(config.repeats):
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    batches: list[RolloutBatch] = []
+    for drafts in [drafts_first, not drafts_first] * config.repeats:
         stage = bench.rollout(old, replay=replay, change=change)
         together.wait(LONGEST_WAIT_S)
         began = time.process_time()
-        batch: RolloutBatch = bench.timed(stage) if drafts else bench.plain(1, replay)
-        done.append((time.process_time() - began, batch))
-    return done
+        batch = bench.timed(stage) if drafts else bench.plain(1, replay)
+        seconds[drafts].append(time.process_time() - began)
+        batches += [batch] * drafts
+    done = [completion for batch in batches for completion in batch.completions]
+    return {
+        "plain": seconds[False],
+        "drafted": seconds[True],
+        "reused": sum(sum(c.reused) for c in done) / sum(len(c.tokens) for c in done),
+        "tried": sum(batch.stats.tried_s for batch in batches) / sum(batch.total_s for batch in batches),
+        "device": device_name(bench.model.device),
+    }
 
 
-def side(drafts: bool, config: NeverSlowerConfig, together: Any, results: Any) -> None:
-    """Sends what one side of all pairs took: the seconds, and of drafts also what was reused and tried."""
+def side(drafts_first: bool, config: NeverSlowerConfig, together: Any, results: Any) -> None:
+    """One of the two processes: sends what it measured, text by text."""
     for rows in config.sizes or [config.rows]:
         bench, _ = prepare(replace(config, rows=rows))
         for text in config.texts:
-            seconds, batches = zip(*rolled_out(bench, config, text, drafts, together), strict=True)
-            done = [completion for batch in batches for completion in batch.completions]
-            reused = sum(sum(c.reused) for c in done) / sum(len(c.tokens) for c in done)
-            tried = sum(batch.stats.tried_s for batch in batches) / sum(batch.total_s for batch in batches)
-            results.put((drafts, device_name(bench.model.device), list(seconds), reused, tried))
+            results.put(measure(bench, config, text, drafts_first, together))
 
 
 def main(config: NeverSlowerConfig) -> int:
     from rich.console import Console
 
     context = multiprocessing.get_context("spawn")
-    together, results = context.Barrier(2), {drafts: context.Queue() for drafts in (False, True)}
-    sides = [context.Process(target=side, args=(d, config, together, results[d]), daemon=True) for d in results]
+    together, queues = context.Barrier(2), (context.Queue(), context.Queue())
+    sides = [
+        context.Process(target=side, args=(bool(i), config, together, queue), daemon=True)
+        for i, queue in enumerate(queues)
+    ]
     for process in sides:
         process.start()
     lines = []
     for rows in config.sizes or [config.rows]:
         for text in config.texts:
-            (_, device, plain_s, *_), (*_, specrl_s, reused, tried) = (
-                queue.get(timeout=LONGEST_WAIT_S) for queue in results.values()
-            )
-            pairs = [plain / specrl for plain, specrl in zip(plain_s, specrl_s, strict=True)]
-            lines.append(Line(rows, text, sum(plain_s) / sum(specrl_s), pairs, reused, tried))
+            one, other = (queue.get(timeout=LONGEST_WAIT_S) for queue in queues)
+            rounds = [list(map(sum, zip(one[name], other[name], strict=True))) for name in ("plain", "drafted")]
+            pairs = [plain / drafted for plain, drafted in zip(*rounds, strict=True)]
+            shares = ((one[name] + other[name]) / 2 for name in ("reused", "tried"))
+            lines.append(Line(rows, text, sum(rounds[0]) / sum(rounds[1]), pairs, *shares))
             print(*lines[-1].cells(), flush=True)
     for process in sides:
         process.join()
-    title = f"{config.model}, temperature {config.rollout.temperature:g}: {config.repeats} pairs each"
+    title = f"{config.model}, temperature {config.rollout.temperature:g}: {config.repeats} rounds each"
     tables.show(Console(), title, COLUMNS, [line.cells() for line in lines])
     if config.out:
-        result = {"device": device, "lines": [asdict(line) for line in lines]}
+        result = {"device": one["device"], "lines": [asdict(line) for line in lines]}
         Path(config.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
 
