@@ -186,6 +186,7 @@ def test_quick_wrong_answers_never_reach_the_worker(no_worker):
         (r"\boxed{\text{No solution}}", "no solution", 1.0),
         ("There is no solution.", "no solution", 1.0),
         ("The day is not Monday.", "Monday", 0.0),
+        ("Not **Monday** but **Sunday**.", "Sunday", 1.0),
         # a variable is no unit, and a unit no variable
         (r"\boxed{\frac{w}{4}}", r"\frac{1}{4}w", 1.0),
         (r"\boxed{\frac{1}{4}}", r"\frac{1}{4}w", 0.0),
@@ -213,6 +214,7 @@ def test_quick_wrong_answers_never_reach_the_worker(no_worker):
         ("#### 18元", "18", 1.0),
         ("#### 18 (eighteen)", "18", 1.0),
         ("#### - 18", "-18", 1.0),
+        ("#### -0.0", "0", 1.0),
         ("#### 18 000", "18000", 1.0),
         ("#### 18 hundred", "1800", 1.0),
         ("#### 18 dozen", "18", 0.0),

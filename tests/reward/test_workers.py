@@ -43,6 +43,11 @@ HANDLERS = """
             time.sleep(60)
         if command == "memory":
             return len(bytearray(value))
+        if command == "full_once":
+            if os.path.exists(value):
+                return "in a new worker"
+            open(value, "w").close()
+            bytearray(2**30)
         if command == "kill_self":
             os.kill(os.getpid(), signal.SIGKILL)
         if command == "exit":
@@ -200,6 +205,10 @@ def test_memory_is_bounded(pool):
     with pytest.raises(LimitError, match=r"reward\.memory_mb=512(?s:.*)MemoryError"):
         pool.call(["memory", 2**30])
     assert pool.call(["echo", 1]) == 1
+
+
+def test_memory_that_earlier_requests_took_costs_no_score(pool, tmp_path):
+    assert pool.call(["full_once", str(tmp_path / "full")]) == "in a new worker"
 
 
 def test_a_worker_killed_while_idle_is_replaced(pool):

@@ -1,6 +1,7 @@
 """The judge of a pair by the command: mined, trained, measured, used, and refused for another policy."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +9,7 @@ from specrl.config import load as cli
 from specrl.evaluate import EvaluateConfig
 from specrl.evaluate import main as evaluate
 from specrl.lossy import judging
+from specrl.run.data import Example
 from specrl.train_judge import TrainJudgeConfig
 from specrl.train_judge import main as train_judge
 from tests import runs
@@ -103,3 +105,17 @@ def test_a_judge_is_mined_from_a_runs_stored_texts(finished, tmp_path, monkeypat
     assert all(rules["exact"]["accepted_ratio"] <= line["accepted_ratio"] for line in rules.values())
     assert problems["tested"]
     assert problems["learned"].isdisjoint(problems["tested"]), "neither weights nor threshold saw them"
+
+
+def test_the_interval_of_a_change_is_that_of_the_problems(monkeypatch):
+    """Two drafts each of two problems, of which one is solved more often."""
+    totals = iter([[0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
+    monkeypatch.setattr(judging, "requests", lambda pair, drafts: [])
+    monkeypatch.setattr(judging, "score", lambda *_: next(totals))
+    done = [SimpleNamespace(tokens=[1], passes=1)], SimpleNamespace(accepted=0, drafted=0)
+    pair = SimpleNamespace(judged=lambda rule: SimpleNamespace(generate=lambda requests: done))
+    problems = [Example(id=name, prompt="", answer="1", fields={}) for name in ("a", "b")]
+    drafts = [judging.Drafted(problem, n, sample) for n, problem in enumerate(problems) for sample in (0, 1)]
+    _, line = judging.compare(pair, {"exact": None, "judge": None}, drafts, None)
+    assert line["change"] == 0.5
+    assert line["change_pm"] == pytest.approx(1.96 * 0.5)

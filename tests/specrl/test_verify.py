@@ -79,7 +79,7 @@ def test_a_row_with_the_key_of_another_visit_is_named(finished, capsys):
         (lambda rows: rows.append(rows[0]), "2 rows, not 1"),
         (lambda rows: rows.__delitem__(slice(4, None)), "1 prompt in the rollout, not trainer.prompts_per_step=2"),
         (lambda rows: rows[2].__setitem__(0, "nobody"), "example nobody, sample 2: the data has no such example"),
-        (lambda rows: rows[2].__setitem__(1, 7), "there are 4 samples, from 0 on"),
+        (lambda rows: rows[2].__setitem__(1, 4), "there are 4 samples, from 0 on"),
     ],
 )
 def test_rows_that_are_absent_unknown_or_there_twice_are_failures(finished, capsys, change, part):

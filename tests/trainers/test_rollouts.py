@@ -30,7 +30,7 @@ class Source(SpeculativeRollout):
         super().__init__(engine, cache, config, seed=0)
         self.response, self.calls = response, []
 
-    def generate(self, rows, *, visit, step, sample_indices):
+    def generate(self, rows, *, visit, step, sample_indices, domain="rollout"):
         self.calls.append(([row.example_id for row in rows], visit, step, sample_indices))
         n = len(rows)
         return RolloutBatch(
@@ -122,6 +122,17 @@ def test_overlong_responses_are_punished_and_failures_stay_failures(buffer, expe
     got = made(config=config, trainer=trainer, score=score).collect([{"example_id": "e0"}] * 2)
     assert got.rewards == [expected, None], "2 of 3 tokens, of which the last 2 cost half each"
     assert got.unpenalised_rewards == [1.0, None]
+
+
+def test_fresh_rows_of_the_reuse_gap_are_punished_as_replayed_ones_are(build_model):
+    engine = Engine()
+    engine.own_weights = True
+    config = RolloutConfig(group_size=4, max_new_tokens=3, measure_every=1, replay=0.5)
+    options = {"engine": engine, "policy": build_model("llama"), "trainer": TrainerConfig(overlong_buffer=2)}
+    replaying = made(config=config, **options)
+    replaying.collect([{"example_id": "e0"}])
+    replaying.sampled_batch.batch.replayed = [True]
+    assert replaying.finish()["spec/reuse_gap"] == 0.0, "the same text for the same prompt"
 
 
 def test_control_steps_compare_a_shared_engine_with_the_policy(build_model):

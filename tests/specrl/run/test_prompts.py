@@ -129,6 +129,7 @@ def test_a_prompt_that_is_too_long_is_found_in_its_file(tmp_path, monkeypatch):
     handler.emit = said.append
     with pytest.raises(ConfigError, match=rf"2 of 3 prompts .* the longest has 9 \({path}, line 3\)"):
         check_lengths(load(path, train_split="train[1:]"), tokenizer, DatasetConfig(max_prompt_tokens=5))
+    assert check_lengths(load(path), tokenizer, DatasetConfig(max_prompt_tokens=9)) == 9, "what the message says"
     assert said == [], "transformers says nothing beside it"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "mine.parquet")
     examples = load(tmp_path / "mine.parquet", train_split="train[2:]")

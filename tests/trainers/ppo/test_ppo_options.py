@@ -67,6 +67,18 @@ def test_the_loss_is_the_policys_and_the_critics(heard):
     assert any(log["kl"] > 0 for log in logs(heard["run"]))
 
 
+def test_the_critics_part_of_the_loss_is_the_same_in_minibatches(tmp_path):
+    still = {"config": "ppo_math", "trainer__learning_rate": 0, "trainer__critic__learning_rate": 0}
+
+    def part(minibatches):
+        record = run(
+            tmp_path, name=f"{minibatches}", trainer__minibatches=minibatches, trainer__max_steps=minibatches, **still
+        )
+        return sum(log["loss"] - log["policy_loss"] for log in logs(record)) / minibatches
+
+    assert part(2) == pytest.approx(part(1), rel=1e-3) != 0
+
+
 def test_policy_and_critic_are_clipped_each_by_itself(tmp_path):
     """The weight of a separate critic's loss changes nothing in the policy's step."""
     options = {"config": "ppo_math", "trainer__max_steps": 1, "trainer__critic__model": "separate"}
