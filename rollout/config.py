@@ -55,8 +55,8 @@ class RolloutConfig:
     )
     draft_tokens: int = doc(
         0,
-        "draft tokens per row and pass. 0 chooses by measured cost and acceptance, with engine=vllm up to 32, and 8 of "
-        "a draft model; fewer if memory is short",
+        "draft tokens per row and pass; rows of the next batch share rollout.fill. 0 chooses by measured cost and "
+        "acceptance, with engine=vllm up to 32, and 8 of a draft model; fewer if memory is short",
     )
     trained: str = doc("", "directory of the judge of acceptance=judged, or of the router of routed.by=arbitrage")
     drafter: str = doc(

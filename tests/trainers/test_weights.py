@@ -9,9 +9,10 @@ from accelerate import Accelerator, DistributedType
 from torch.distributed.fsdp import StateDictType
 
 from specrl.rollout.build import build_engine
+from specrl.rollout.config import RolloutConfig
 from specrl.rollout.engines.base import Probe
 from specrl.rollout.types import Request, RolloutError
-from specrl.trainers.weights import PolicyWeights, check, check_shared, probe, send
+from specrl.trainers.weights import PolicyWeights, check, check_shared, exact_bits, probe, send
 from tests.engines import local
 from tests.runs import differences, run
 
@@ -314,3 +315,8 @@ def test_control_weights_that_are_not_sent(tmp_path, own_weights):
 
     with pytest.raises(RolloutError, match="does not run the weights it was sent"):
         run(tmp_path, sabotage)
+
+
+@pytest.mark.parametrize(("options", "exact"), [({}, True), ({"top_p": 0.9}, False), ({"top_k": 20}, False)])
+def test_rounding_may_change_which_tokens_are_kept(options, exact):
+    assert exact_bits(torch.float32, torch.device("cpu"), RolloutConfig(**options)) == exact
