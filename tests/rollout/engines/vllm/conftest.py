@@ -8,7 +8,7 @@ import torch
 
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
-from tests.rollout.engines.vllm.engines import ROWS, adjusted, close, exactly, policy, restore, spec_of, start
+from tests.rollout.engines.vllm.engines import adjusted, close, exactly, policy, restore, spec_of, start
 from tests.rollout.engines.vllm.servers import Served, arguments, logprobs, start_served, tokens
 from tests.rollout.golden import EOS_IDS, prompts_and_caps, requests_of
 
@@ -72,12 +72,12 @@ def updated(saved, engine_of):
 
 @pytest.fixture(scope="session")
 def golden(saved):
-    """golden(family, distribution): requests without drafts and the transformers engine's responses."""
+    """golden(family, distribution): 26 requests without drafts and the transformers engine's responses."""
     made = {}
 
     def get(family: str = "qwen3", distribution=(1.0, 0, 1.0)):
         if (family, distribution) not in made:
-            cases = prompts_and_caps(ROWS)
+            cases = prompts_and_caps(26)
             engine = TransformersEngine(saved(family)[0], SamplingParams(EOS_IDS, *distribution))
             completions, stats = engine.generate(requests_of(cases))
             assert stats.ties == 0, "a near tie would make the comparison depend on rounding; choose another seed"
@@ -150,7 +150,7 @@ def served(saved):
 
 @pytest.fixture(scope="session")
 def requests():
-    return requests_of(prompts_and_caps(ROWS))
+    return requests_of(prompts_and_caps(26))
 
 
 @pytest.fixture(scope="session")

@@ -23,8 +23,6 @@ needs_vllm = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install 'specrl[vllm]'"),
 ]
-ROWS = 26 if RUNNER == "v1" else 9
-"""Of most tests; on an interpreter each takes seconds."""
 CONTEXT = 128
 """Tokens: an engine scores a text of as many when it starts."""
 TEXT = tuple(2 + i * 7 % 50 for i in range(60))

@@ -17,7 +17,6 @@ from specrl.rollout.types import Request, RolloutError
 from tests.rollout.engines.vllm.engines import (
     CONTEXT,
     MANY_BLOCKS,
-    ROWS,
     RUNNER,
     assert_generates_as,
     exactly,
@@ -59,7 +58,7 @@ def test_plain_decoding_equals_the_transformers_engine(engine_of, golden, family
     assert stats.verify_s == 0
     assert engine.generate([])[0] == []
     other, _ = engine.generate(requests_of(cases, visit=1))
-    assert len(differing(other, want)) > ROWS / 2  # control: other keys give other texts
+    assert len(differing(other, want)) > 13  # control: other keys give other texts
 
 
 def test_drafts_of_any_quality_change_nothing(engine_of, golden):
@@ -180,7 +179,7 @@ def test_noise_off_by_one_position_is_found(engine_of, golden, monkeypatch):
         return keyed_sample(logits, keys, positions + 1, *more, **params)
 
     monkeypatch.setattr("specrl.rollout.engines.local.sampler.keyed_sample", sample)
-    assert len(differing(engine_of().generate(requests_of(cases))[0], want)) > ROWS / 2
+    assert len(differing(engine_of().generate(requests_of(cases))[0], want)) > 13
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
