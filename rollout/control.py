@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -107,8 +108,6 @@ class Control:
             for i, score in zip(chosen, fresh, strict=True):
                 if score is not None:
                     by_prompt[rows[i].example_id].append(rewards[i] - score)
-        from specrl.rollout.replay import reuse_gap  # only runs that replay keys import it
-
         clusters = self._exchange([(len(differences), sum(differences)) for differences in by_prompt.values()])
         gap, error = reuse_gap(clusters)
         if clusters:
@@ -126,3 +125,23 @@ def refuse_divergence(divergence: Divergence, rows: Sequence[Row], batch: Rollou
             f"{position} on). This must not happen in float32 on a CPU; please report it with the "
             "output of `python -m specrl.env`"
         )
+
+
+def reuse_gap(clusters: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Mean reward of replayed rows minus that of fresh rows of the same prompts and samples, and its standard error.
+
+    A cluster is a prompt on one control step: its replayed rows, and the sum of the differences of their rewards. A
+    ratio estimate over c clusters of n rows with summed difference d: gap = sum(d) / sum(n), with variance
+    c / (c - 1) * sum((d - gap * n)^2) / sum(n)^2. Rows of one prompt are correlated; prompts are independent.
+
+    Returns: NaN and infinity without rows, an infinite error with a single cluster.
+    """
+    rows = sum(n for n, _ in clusters)
+    if not rows:
+        return math.nan, math.inf
+    gap = sum(d for _, d in clusters) / rows
+    count = len(clusters)
+    if count == 1:
+        return gap, math.inf
+    squares = sum((d - gap * n) ** 2 for n, d in clusters)
+    return gap, math.sqrt(count / (count - 1) * squares) / rows

@@ -8,9 +8,8 @@ from statistics import fmean, pstdev
 import pytest
 
 from specrl.rollout.config import RolloutConfig
-from specrl.rollout.control import Control
+from specrl.rollout.control import Control, reuse_gap
 from specrl.rollout.metrics import rollout_metrics
-from specrl.rollout.replay import reuse_gap
 from specrl.rollout.types import Completion, EngineStats, RolloutBatch, RolloutError, Row
 
 ROWS = [Row("a", (5,)), Row("a", (5,)), Row("b", (6,)), Row("b", (6,))]

@@ -32,7 +32,7 @@ GATES = (
 """Where the acceptance rule is chosen, and the commands that make what lossy rules need."""
 EXTENSIONS = (
     *("rollout/engines/vllm/*", "rollout/workers/*", "rollout/lossy/*", "specrl/lossy/*", "specrl/bench.py"),
-    *("trainers/cotraining/*", "trainers/ppo/*", "specrl/session.py", "rollout/replay.py"),
+    *("trainers/cotraining/*", "trainers/ppo/*", "specrl/session.py"),
 )
 """What a plain run does without."""
 UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}

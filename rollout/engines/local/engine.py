@@ -36,8 +36,7 @@ from specrl.rollout.engines.filling import FillsPasses, chosen_fill, joining
 from specrl.rollout.engines.local.memory import max_concurrent_rows, row_tokens
 from specrl.rollout.engines.local.model import InFlightPass, PackedModel, base_model
 from specrl.rollout.engines.local.probe import packed_model
-from specrl.rollout.engines.local.reader import Reader
-from specrl.rollout.engines.local.session import Session
+from specrl.rollout.engines.local.reader import Reader, Session
 from specrl.rollout.engines.response import Response, check_request, refuse_unusable
 from specrl.rollout.engines.weights import WeightCheck
 from specrl.rollout.types import AheadText, Completion, EngineStats, Request, RolloutError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 
 import numpy as np
@@ -14,7 +14,6 @@ from specrl.rollout.engines.local.kv import KV, States
 from specrl.rollout.engines.local.memory import row_tokens
 from specrl.rollout.engines.local.model import InFlightPass, Layout, PackedModel, chunks
 from specrl.rollout.engines.local.sampler import unpack
-from specrl.rollout.engines.local.session import Session
 from specrl.rollout.types import Request, RolloutError
 from specrl.rollout.verify import TargetSamples, accept_exact
 
@@ -302,3 +301,38 @@ class Reader:
         (token,), (logprob,), _, _ = unpack(self.model.sampler(hidden, *noise).cpu())
         self.ties += 1
         return token, logprob
+
+
+class Session:
+    """KV that outlives a call of the engine, for the next call of the same rollout: what slabs hold of rows that have
+    left, by noise key. A later request that continues a row's text needs only the rest.
+
+    Args:
+        slabs: rows at a time.
+        capacity: most positions of a row.
+    """
+
+    def __init__(self, slabs: int, capacity: int):
+        self.slabs = slabs
+        self.capacity = capacity
+        self.kv: KV | None = None
+        self._rows: dict[int, tuple[int, Sequence[int]]] = {}
+
+    def keep(self, key: int, slab: int, text: Sequence[int]) -> None:
+        """A row leaves its slab, which holds these tokens."""
+        self._rows[key] = slab, text
+
+    def claim(self, keys: Sequence[int], taken: Collection[int]) -> list[tuple[int, Sequence[int]]]:
+        """A slab for each new row and the tokens in it: the row's own if it has one, else one that others need least.
+
+        Args: taken: slabs of rows at work.
+        """
+        own = [self._rows.pop(key, None) for key in keys]
+        used = {*taken, *(found[0] for found in own if found)}
+        held = {slab: key for key, (slab, _) in self._rows.items()}
+        vacant = iter(sorted({*range(self.slabs)} - used, key=lambda slab: (slab in held, slab)))
+        claimed = [found or (next(vacant), ()) for found in own]
+        for slab, _ in claimed:
+            if slab in held:
+                del self._rows[held[slab]]
+        return claimed

@@ -9,7 +9,7 @@ import torch
 
 from specrl.rollout.engines.base import SamplingParams
 from specrl.rollout.engines.local.engine import TransformersEngine
-from specrl.rollout.engines.local.session import Session
+from specrl.rollout.engines.local.reader import Session
 from specrl.rollout.keys import derive_key
 from specrl.rollout.lossy import text
 from specrl.rollout.lossy.routed import RoutedRollout
