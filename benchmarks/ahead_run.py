@@ -23,7 +23,8 @@ from specrl.rollout.types import RolloutError
 from specrl.run import preflight
 from specrl.run import run as runs
 from specrl.run.run_dir import RunDir
-from specrl.train import monitored, spare_vllm
+from specrl.train import monitored
+from specrl.trainers.grpo import spare_vllm
 
 
 class Baton:

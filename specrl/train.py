@@ -10,6 +10,7 @@ from specrl.config import load as cli
 from specrl.config.rules import warnings
 from specrl.config.schema import Config
 from specrl.run import preflight
+from specrl.trainers.grpo import spare_vllm
 
 if TYPE_CHECKING:
     from specrl.run.monitor import Monitor
@@ -37,16 +38,6 @@ def main(config: Config) -> int:
             return stopped(run, stop.received)
         run.report()
     return 0
-
-
-def spare_vllm() -> None:
-    """Tells TRL that there is no vLLM, which it would import for seconds, although it never generates in this process.
-
-    The engine of `rollout.engine=vllm` imports vLLM itself.
-    """
-    import trl.import_utils as theirs
-
-    theirs.is_vllm_available = lambda min_version=None: False
 
 
 def monitored(run: Run, run_dir: RunDir) -> Monitor | None:

@@ -304,7 +304,7 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-SPARE_VLLM = "import specrl.train\nspecrl.train.spare_vllm()\n"
+SPARE_VLLM = "from specrl.trainers.grpo import spare_vllm\nspare_vllm()\n"
 """The beginning of a program that calls `specrl.train.main`, as the command does: importing vLLM takes seconds."""
 
 

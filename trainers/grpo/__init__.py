@@ -1,0 +1,11 @@
+"""GRPO and DAPO on TRL's trainer, and reuse in a trainer of TRL's."""
+
+
+def spare_vllm() -> None:
+    """Tells TRL that there is no vLLM, which it imports for seconds where it is installed.
+
+    For a process in which TRL never generates; the engine of `rollout.engine=vllm` imports vLLM itself.
+    """
+    import trl.import_utils as theirs
+
+    theirs.is_vllm_available = lambda min_version=None: False
