@@ -109,3 +109,13 @@ def test_merge_keeps_the_newer_entry():
     cache.put("a", 0, trajectory(step=5))
     cache.merge([("a", 0, trajectory(step=4)), ("a", 1, trajectory(step=4))])
     assert [t.step for t in cache.siblings("a")] == [5, 4]
+
+
+def test_a_batch_evicts_none_of_its_own_prompts():
+    probe = empty()
+    fill(probe, "abc")
+    cache = empty(max_mb=probe.bytes / 2**20)
+    fill(cache, "abc")
+    cache.put_many([("c", 0, trajectory(220, step=1)), ("a", 0, trajectory(200, step=1))])
+    assert {example for example, _ in contents(cache, "abc")} == {"a", "c"}
+    assert cache.get("a", 1) == trajectory(200, seed=1), "of the prompt that was stored longest ago"

@@ -151,3 +151,12 @@ def test_a_second_writer_fails_at_once(tmp_path, caplog):
         assert len(load(tmp_path)) == 60, "reading needs no lock"
     saved(tmp_path, entries(1))
     assert len(load(tmp_path)) == 1
+
+
+def test_the_first_failed_save_after_each_successful_one_is_logged(tmp_path, caplog):
+    cache, blocked = saved(tmp_path / "cache", entries(4)), tmp_path / "a file"
+    blocked.write_text("")
+    for directory in (blocked, blocked, tmp_path / "cache", blocked):
+        cache.save(directory, 1)
+    assert cache.write_errors == 3
+    assert sum("goes on without saving" in record.message for record in caplog.records) == 2
