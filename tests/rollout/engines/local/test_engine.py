@@ -204,6 +204,11 @@ def test_draws_that_are_decided_canonically_are_the_same(golden):
     done, stats = engine.generate(requests_of(cases, drafts_of_every_quality([t for t, _, _ in want])))
     assert differing(done, plain) == []
     assert stats.ties > 20
+    rows = [(r, t) for r, (t, _, _) in zip(requests_of(cases), want, strict=True) if len(t) > 3]
+    begun = [Request((*r.prompt, *t[:2]), r.key, r.max_new_tokens - 2, Script(t[2:]), position=2) for r, t in rows]
+    rest, stats = engine.generate(begun)
+    assert [c.tokens for c in rest] == [t[2:] for _, t in rows], "of a response that is continued too"
+    assert stats.ties > 20
     engine.tie_margin = 0.0
     _, stats = engine.generate(requests_of(cases))
     assert stats.ties == 0
