@@ -185,7 +185,9 @@ def test_lines_of_steps_that_are_repeated_and_torn_ones_are_removed(tmp_path):
         receipts.add(step, rows)
     with (tmp_path / DIGESTS).open("a") as file:
         file.write('{"step": 4, "rows": [["a", 0')
-    Receipts(tmp_path, {"seed": 0}, 2).add(2, rows)
+    resumed = Receipts(tmp_path, {"seed": 0}, 2)
+    assert list(read_receipts(tmp_path)[1]) == [0, 1]
+    resumed.add(2, rows)
     about, steps = read_receipts(tmp_path)
     assert about["seed"] == 0
     assert list(steps) == [0, 1, 2]
