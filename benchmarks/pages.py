@@ -93,6 +93,7 @@ def savings() -> list[str]:
             "{} from epoch 2 on, {} in all".format(*runs["ppo"]),
             "ppo",
         ),
+        ("vLLM, 32 rows, drafts from nearby weights", "stock vLLM, compiled", rival("vllm"), "vllm"),
         (
             "vLLM, 32 rows, drafts of an earlier epoch of a run",
             "stock vLLM, compiled",
@@ -310,14 +311,13 @@ def ahead() -> list[str]:
 
 
 def fill() -> list[str]:
-    """Simulated seconds of a rollout without and with most rows of the next batch in its passes, by epoch."""
+    """Simulated seconds of a rollout, plain, without and with rows of the next batch in its passes, by epoch."""
     rows = []
     for name, model in {"smollm2-fill": "SmolLM2", "fill": "embedded", "fill-7b": "embedded"}.items():
         result = load(name)["result"]
-        most = result["lines"][-1]["fill"]
         for line in result["lines"]:
             plain = next(other for other in result["lines"] if other["epoch"] == line["epoch"])
-            if line["fill"] not in ("0", most):
+            if line["fill"] == plain["fill"]:
                 continue
             speed = f"{plain['seconds'] / line['seconds']:.2f}x"
             shares = (f"{line[key]:.0%}" for key in ("complete", "unchanged"))
@@ -351,9 +351,10 @@ def twins() -> list[str]:
 def evaluations() -> list[str]:
     """Passes of a row and seconds of the evaluations of a run, by source of the drafts."""
     evals = load("evaluations")["result"]["evaluations"]
+    shown = {"last texts": "from the last evaluation", "no last texts": "without its texts", "plain": "none"}
     rows = [
-        (shown, *(f"{passes(record, 'eval/')}, {record['eval/gen_s']:.1f} s" for record in evals[name]))
-        for name, shown in {"last texts": "from the last evaluation", "plain": "none"}.items()
+        (shown[name], *(f"{passes(record, 'eval/')}, {record['eval/gen_s']:.1f} s" for record in records))
+        for name, records in evals.items()
     ]
     return tables.markdown(("drafts", *(f"step {record['step']}" for record in evals["plain"])), rows)
 

@@ -24,8 +24,9 @@ torch.use_deterministic_algorithms(True, warn_only=True)
 torch.backends.cuda.enable_mem_efficient_sdp(False)
 torch.backends.cuda.enable_cudnn_sdp(False)
 from specrl import train
-train.spare_vllm()
 from specrl.config import load as cli
+from specrl.trainers.grpo import spare_vllm
+spare_vllm()
 raise SystemExit(cli.run(train.main, sys.argv[1:]))
 """
 """A run whose backward passes add up in one order: those of embeddings and fused attention do not on CUDA."""

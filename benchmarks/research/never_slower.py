@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.paired import Bench, Change, PairConfig, cut, device_name, prepare, useless, with_config
 from specrl.config import load as cli
+from specrl.config.options import ConfigError
 from specrl.results import tables
 from specrl.rollout.build import build_engine
 from specrl.rollout.types import RolloutBatch
@@ -108,6 +109,8 @@ def side(drafts_first: bool, config: NeverSlowerConfig, together: Any, results: 
 def main(config: NeverSlowerConfig) -> int:
     from rich.console import Console
 
+    if unknown := [text for text in config.texts if text not in TEXTS]:
+        raise ConfigError(f"texts=[{unknown[0]}]: no such text. Use {', '.join(TEXTS)}.")
     context = multiprocessing.get_context("spawn")
     together, queues = context.Barrier(2), (context.Queue(), context.Queue())
     sides = [

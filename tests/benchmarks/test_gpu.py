@@ -185,7 +185,6 @@ def test_training_ends_with_the_same_weights_and_the_production_engine_is_measur
     plain, texts = found["host drafts"]["plain"], found["host drafts"]["texts"]
     assert plain["tokens"] == texts["tokens"]
     assert plain["reused"] == 0 < texts["reused"], "how much, time decides"
-    assert texts["passes"] <= plain["passes"]
     assert texts["counts"]["operations_a_pass"] > 0
     assert len(found["weights"]["memory"]["seconds"]) == 3
     for line in (found["stock vllm"]["head"], found["device drafts"]["texts"], found["head"]["head"], found["sleep"]):

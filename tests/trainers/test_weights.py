@@ -10,7 +10,8 @@ from torch.distributed.fsdp import StateDictType
 
 from specrl.rollout.build import build_engine
 from specrl.rollout.config import RolloutConfig
-from specrl.rollout.engines.base import Probe
+from specrl.rollout.engines.base import DRAFTER, Probe
+from specrl.rollout.engines.weights import WeightCheck
 from specrl.rollout.types import Request, RolloutError
 from specrl.trainers.weights import PolicyWeights, check, check_shared, exact_bits, probe, send
 from tests.engines import local
@@ -315,6 +316,17 @@ def test_control_weights_that_are_not_sent(tmp_path, own_weights):
 
     with pytest.raises(RolloutError, match="does not run the weights it was sent"):
         run(tmp_path, sabotage)
+
+
+def test_an_update_brings_all_of_a_draft_model_or_none_of_it(build_model):
+    policy, drafter = build_model("qwen3", 1), build_model("llama", 2)
+    update = WeightCheck(policy, drafter)
+    weights = [*policy.named_parameters()]
+    drafts = [(DRAFTER + name, weight) for name, weight in drafter.named_parameters()]
+    update.before(weights)
+    update.before(weights + drafts)
+    with pytest.raises(RolloutError, match=r"lacks 1 of the model's weights, such as 'drafter\."):
+        update.before(weights + drafts[1:])
 
 
 @pytest.mark.parametrize(("options", "exact"), [({}, True), ({"top_p": 0.9}, False), ({"top_k": 20}, False)])

@@ -2,7 +2,7 @@
 
 
 def spare_vllm() -> None:
-    """Tells TRL that there is no vLLM, which it imports for seconds where it is installed.
+    """Hides vLLM from TRL, which imports it for seconds wherever it is installed.
 
     For a process in which TRL never generates; the engine of `rollout.engine=vllm` imports vLLM itself.
     """

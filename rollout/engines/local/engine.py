@@ -340,9 +340,9 @@ class TransformersEngine(FillsPasses):
                     refuse_unusable([False], self.weight_version)
                 row, draft = cohort.rows[number], cohort.drafts[number]
                 accepted = self.rule(row.request.key, draft, samples)
-                self.drafting.advance(row, draft, accepted, self.sampling.eos_ids, stats)
+                emitted = self.drafting.advance(row, draft, accepted, self.sampling.eos_ids, stats)
                 policy.rollback(number, len(row.tokens) - 1)
-                emitted_tokens += 0 if row.ahead else len(accepted.tokens)
+                emitted_tokens += 0 if row.ahead else emitted
             now = time.perf_counter()
             device_s = now - max(in_flight.began, self._last_settled)  # from when the device was free for it
             rows, width, asking_s = len(in_flight.feed) - len(ahead), policy.width, in_flight.asking_s

@@ -87,6 +87,14 @@ def test_shifted_text_is_picked_up_again(truth, at, expected):
     assert blind_passes > passes
 
 
+def test_a_substitution_soon_after_an_insertion_goes_on_in_the_same_text():
+    drafter = drafter_of(OLD, [50, OLD[1], 7, 55])
+    truth = [1, 2, 3, *OLD[:2], 7]
+    for n in range(len(truth)):
+        drafter.propose(truth[:n], 4)
+    assert drafter.propose(truth, 4) == OLD[3:7], "two tokens of the text were equal, and none precede its start"
+
+
 # Which text is followed -----------------------------------------------------------------------------------------------
 
 

@@ -127,6 +127,13 @@ def test_a_pass_in_which_the_machine_stalled_ends_the_drafts_of_its_rollout_alon
     assert account.balance_s > 0
 
 
+def test_a_rollout_may_lose_half_of_what_earlier_drafts_have_saved():
+    account = Account()
+    account.observe(0.0, 8.0)
+    account.open()
+    assert account.balance_s == 4.0
+
+
 def worst(machine: str, asking: float = 0.01) -> float:
     return min(rollouts(machine, rows, text, asking) for rows in ROWS[machine] for text in TEXTS)
 

@@ -258,3 +258,11 @@ def test_a_saved_head_judges_as_before_and_for_its_policy_only(tmp_path):
     write_card(tmp_path, {"kind": "judge", "policy": "p", "threshold": 0.4})
     with pytest.raises(RolloutError, match="no usual_share; train it again"):
         JudgeHead.load(tmp_path, policy="p")
+
+
+def test_a_mismatch_that_the_judge_refuses_counts_in_its_drift(models):
+    nothing = Verdicts(lambda hidden: [False] * len(hidden))
+    nothing.usual_share = 0.25
+    _, stats = engine(models, nothing).generate(requests())
+    assert stats.mismatches > 0
+    assert stats.judge_drift == pytest.approx(-0.25 * stats.mismatches)

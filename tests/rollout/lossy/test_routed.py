@@ -195,6 +195,15 @@ def test_a_step_that_ends_at_the_first_token_that_may_end_it_is_caught(models, m
     assert [c.tokens for c in done] != want
 
 
+def test_a_step_that_has_begun_asks_for_no_more_than_the_rest_of_the_response(models):
+    routing = engine(models, AcceptanceRule(lambda c: 1.0, needs=frozenset({"likelihood"})))
+    generate, asked = routing.policy.generate, []
+    routing.policy.generate = lambda requests: asked.extend(requests) or generate(requests)
+    routing.generate(requests(cap=16))
+    assert any(request.position for request in asked)
+    assert max(request.position + request.max_new_tokens for request in asked) == 16
+
+
 def test_an_engine_that_cannot_read_is_refused(models):
     sampling = SamplingParams(frozenset({EOS}), 0.7)
     both = [TransformersEngine(model, sampling) for model in models]

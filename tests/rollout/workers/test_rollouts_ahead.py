@@ -15,7 +15,7 @@ from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.keys import Visits, derive_key
 from specrl.rollout.metrics import rollout_metrics
 from specrl.rollout.speculative import SpeculativeRollout
-from specrl.rollout.types import Request, Row
+from specrl.rollout.types import AheadText, Completion, Request, RolloutBatch, Row
 from tests.engines import Spare, local
 from tests.rollout.golden import SAMPLING
 
@@ -157,6 +157,18 @@ def test_metrics_by_hand(drifting):
     assert line["spec/ahead_unchanged_ratio"] == sum(a == b for a, b in zip(ahead, came, strict=True)) / len(rows)
     assert line["spec/ahead_mb"] == 8 * sum(map(len, ahead)) / 2**20
     assert line["timing_s/ahead"] == 0.5
+
+
+def test_the_seconds_ahead_are_charged_to_one_batch(drifting):
+    _, metrics = trained(drifting)
+    assert [line["timing_s/ahead"] for line in metrics] == [0, *[0.5] * 4]
+
+
+def test_rows_that_were_not_begun_count_among_those_that_could_have_been_complete():
+    done = [Completion([5, 1], [0.0] * 2, [0.0] * 2, [False] * 2, "stop", version=0, passes=2) for _ in range(2)]
+    ahead = [AheadText((5, 1), "stop"), None]
+    line = rollout_metrics(RolloutBatch(done, [0, 1], [7, 8], [None] * 2, [False] * 2, ahead=ahead))
+    assert line["spec/ahead_done_ratio"] == line["spec/ahead_unchanged_ratio"] == 0.5
 
 
 @pytest.mark.slow

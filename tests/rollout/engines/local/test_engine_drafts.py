@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from specrl.rollout.drafting.draft import Draft
+from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.engines.response import Response
 from specrl.rollout.keys import derive_key
 from specrl.rollout.types import EngineStats, Request
 from tests.rollout.golden import (
@@ -30,6 +33,16 @@ def test_the_budget_learns_what_became_of_the_last_draft(golden):
     assert engine.generate([request])[0][0].tokens == text
     states = [("start", 3, 3), ("agreeing", 3, 1), ("diverged", 3, 3), ("agreeing", 3, 0), ("lost", 3, 3)]
     assert seen[:5] == [((state, "custom"), drafted, stood) for state, drafted, stood in states]
+
+
+def test_a_drafter_is_judged_by_its_own_proposal_and_not_by_the_draft_models_draft():
+    drafting, seen = Drafting(), []
+    drafting.budget.observe_draft = lambda *observed: seen.append(observed)
+    bucket = "start", "prefix"
+    row = Response(Request([2], 0, 9), guess=Draft([5, 6], "prefix"), bucket=bucket)
+    drafting.learn(row, Draft([7, 8], "model"), [7, 8, 9], drafted=2)
+    assert seen == [(bucket, 2, 0)]
+    assert row.state == "lost"
 
 
 def test_drafts_are_counted_by_their_source(golden):
@@ -87,6 +100,20 @@ def test_a_finished_row_shows_its_end_to_those_that_draft_from_it(golden):
     engine_of(model, window=3).generate(requests_of(cases, drafters))
     assert [d.shown for d in drafters] == [t for t, _, _ in want]
     assert {d.limit for d in drafters} == {0}
+
+
+def test_rows_of_the_next_batch_neither_pay_for_drafts_nor_make_a_pass_longer_than_fill(golden):
+    model, cases, want = golden("llama")
+    engine, seen = engine_of(model, window=3, fill=24), []
+    engine.drafting.budget.observe_pass = lambda tokens, s, rows, width, emitted, ahead, **_: seen.append(
+        (emitted, tokens + ahead[1], ahead[0])
+    )
+    engine.begin(requests_of(cases, visit=1))
+    done, stats = engine.generate(requests_of(cases, [Script(text) for text, _, _ in want])[:8])
+    assert {c.finish for c in done} == {"stop", "length"}
+    assert stats.ahead_tokens > 0
+    assert sum(emitted for emitted, _, _ in seen) == sum(len(c.tokens) for c in done), "and nothing behind an EOS"
+    assert max(tokens for _, tokens, others in seen if others) <= 24
 
 
 class Vandal(Script):

@@ -168,6 +168,13 @@ def test_kv_is_planned_and_allocated_once(golden, monkeypatch, caplog):
     assert not caplog.text
 
 
+def test_the_kv_of_a_draft_model_is_planned_too(golden):
+    policy = engine_of(golden("qwen3")[0], kv_cache_mb=1).policy
+    requests = [Request([5, 9, 30, 12], i, 100) for i in range(200)]
+    alone, both = (memory_plan.max_concurrent_rows(requests, models, 256) for models in ([policy], [policy, policy]))
+    assert both == alone // 2 > 0
+
+
 def test_kv_that_fits_no_row_is_one_readable_error(golden):
     model, _, _ = golden("qwen3")
     model = copy.deepcopy(model)
