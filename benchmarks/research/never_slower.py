@@ -16,7 +16,9 @@ import math
 import multiprocessing
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ TEXTS: dict[str, tuple[Change | None, float]] = {
 }
 """What is done to the old text, which comes from perturbed weights, and `rollout.replay`: 1 keeps its noise."""
 LONGEST_WAIT_S = 3600
-"""Then the other process has died."""
+"""For the other process to begin its rollout."""
 
 
 @dataclass
@@ -103,7 +105,19 @@ def side(drafts_first: bool, config: NeverSlowerConfig, together: Any, results: 
     for rows in config.sizes or [config.rows]:
         bench, _ = prepare(replace(config, rows=rows))
         for text in config.texts:
-            results.put(measure(bench, config, text, drafts_first, together))
+            results.send(measure(bench, config, text, drafts_first, together))
+
+
+def received(receivers: Sequence[Connection]) -> list[dict[str, Any]]:
+    """What each process sent."""
+    messages: dict[Connection, dict[str, Any]] = {}
+    while waiting := [receiver for receiver in receivers if receiver not in messages]:
+        for receiver in wait(waiting):
+            try:
+                messages[receiver] = receiver.recv()
+            except EOFError:
+                raise RuntimeError("one of the two processes has ended; what it printed says why") from None
+    return [messages[receiver] for receiver in receivers]
 
 
 def main(config: NeverSlowerConfig) -> int:
@@ -112,17 +126,18 @@ def main(config: NeverSlowerConfig) -> int:
     if unknown := [text for text in config.texts if text not in TEXTS]:
         raise ConfigError(f"texts=[{unknown[0]}]: no such text. Use {', '.join(TEXTS)}.")
     context = multiprocessing.get_context("spawn")
-    together, queues = context.Barrier(2), (context.Queue(), context.Queue())
-    sides = [
-        context.Process(target=side, args=(bool(i), config, together, queue), daemon=True)
-        for i, queue in enumerate(queues)
-    ]
-    for process in sides:
-        process.start()
+    together = context.Barrier(2)
+    sides, results = [], []
+    for drafts_first in (False, True):
+        receiver, sender = context.Pipe(duplex=False)
+        sides.append(context.Process(target=side, args=(drafts_first, config, together, sender), daemon=True))
+        sides[-1].start()
+        sender.close()  # so that `recv` ends with the process
+        results.append(receiver)
     lines = []
     for rows in config.sizes or [config.rows]:
         for text in config.texts:
-            one, other = (queue.get(timeout=LONGEST_WAIT_S) for queue in queues)
+            one, other = received(results)
             rounds = [list(map(sum, zip(one[name], other[name], strict=True))) for name in ("plain", "drafted")]
             pairs = [plain / drafted for plain, drafted in zip(*rounds, strict=True)]
             shares = ((one[name] + other[name]) / 2 for name in ("reused", "tried"))
