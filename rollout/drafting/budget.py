@@ -51,6 +51,10 @@ class Budget:
     drafts have the same length, see `_one_length`. A token of the draft model also costs its share of the model's
     passes, so `chain` decides token by token.
 
+    What drafts have saved is measured against passes without drafts, whose costs are fitted to them alone. On a CPU a
+    token may cost half as much again in a longer pass, and by the costs of all passes drafts would be credited with
+    seconds that plain decoding does not take.
+
     Args:
         window: draft tokens per row and pass; with 0 the estimated gain decides.
         padded: attention pads the rows of a pass to equal lengths.
@@ -61,6 +65,7 @@ class Budget:
         self.padded = padded
         self.drafter = DraftModelRecord()
         self._passes = CostModel()
+        self._plain_passes = CostModel()  # those without drafts
         self.account = Account()
         # Accepted tokens and rejected drafts of each bucket, and their sums.
         self._counts: defaultdict[AcceptanceBucket, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -70,7 +75,7 @@ class Budget:
         self._even = 0.0  # the same if all its rows advanced alike
         self._refills = False  # other rows wait for the places of those that end
         self._share = 1.0  # of `_lead` in `_even`, over past rollouts
-        self._plain = 0.0, 0.0  # seconds of a pass without drafts, and per row, from the last plan
+        self._plain = 0.0, 0.0  # seconds of a pass without drafts, and of each of its rows, at the last plan
 
     # Measurements -------------------------------------------------------------------------------------------
 
@@ -132,6 +137,8 @@ class Budget:
         """
         others, their_tokens = ahead
         self._passes.observe(tokens + their_tokens, seconds, rows + others, width)
+        if tokens == rows and not others:
+            self._plain_passes.observe(tokens, seconds, rows, width)
         if others:
             _, row_s, token_s, position_s = self._passes.fit()
             seconds -= row_s * others + (token_s + position_s * width) * their_tokens
@@ -163,8 +170,9 @@ class Budget:
             self._lead = lead
 
     def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0, width: int = 0) -> None:
-        """Records measured (tokens, seconds) of passes, see CostModel.calibrate."""
+        """Records measured (tokens, seconds) of passes of so many rows, 0 if unknown, see CostModel.calibrate."""
         self._passes.calibrate(passes, rows, width)
+        self._plain_passes.calibrate([one for one in passes if rows in (0, one[0])], rows)
         self.account.pass_s = self.account.pass_s or passes[0][1]
 
     def observe_draft(self, bucket: AcceptanceBucket, drafted: int, accepted: int) -> None:
@@ -234,7 +242,8 @@ class Budget:
         a, b = self.cost(rows, width)
         fixed = a + b * rows
         empty = self.cost()[0]
-        self._plain = empty, (fixed - empty) / max(1, rows)
+        plain, row, token, position = self._plain_passes.fit()
+        self._plain = plain, row + token + position * width
         chances = {bucket: (n, self.acceptance(bucket)) for bucket, n in count.items()}
         paid = fixed if self._refills else fixed - (1 - self._share) * empty
         k, goodput = (_one_length if self.padded else _own_lengths)(chances, paid, b)

@@ -10,12 +10,20 @@ import pytest
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.cost import SHARE, Account
 
-MACHINES = {  # seconds of a pass, of each of its rows and tokens, and of each position to which a token is padded
-    "a small model on a CPU": (6.4e-3, 1.7e-4, 2.0e-5, 0.0),
-    "a real model on a CPU": (45e-3, 4e-4, 2.0e-3, 1e-5),
-    "a GPU": (8.0e-3, 2e-5, 3e-5, 0.0),
+MACHINES = {
+    "a small model on a CPU": (6.4e-3, 1.7e-4, 2.0e-5, 0.0, 0.0),
+    "a real model on a CPU": (45e-3, 4e-4, 2.0e-3, 1e-5, 0.0),
+    "a real model on an old CPU": (96e-3, 0.0, 6.6e-3, 2e-6, 3e-3),
+    "a GPU": (8.0e-3, 2e-5, 3e-5, 0.0, 0.0),
 }
-ROWS = {"a small model on a CPU": (8, 32, 64, 256), "a real model on a CPU": (8, 16, 32), "a GPU": (8, 32, 256)}
+"""Seconds of a pass, of each of its rows and tokens, of each position to which a token is padded, and what each token
+beyond 32 costs more."""
+ROWS = {
+    "a small model on a CPU": (8, 32, 64, 256),
+    "a real model on a CPU": (8, 16, 32),
+    "a real model on an old CPU": (8, 16, 32),
+    "a GPU": (8, 32, 256),
+}
 PROMPT, TOKENS, ROLLOUTS = 60, 96, 6
 
 
@@ -49,12 +57,13 @@ def rollouts(machine: str, rows: int, text: str, asking: float = 0.01, load: flo
         asking: time to get the drafts of a pass, as a share of `fixed`.
         load: other work makes each pass longer by up to this factor.
     """
-    fixed, row_s, token_s, position_s = MACHINES[machine]
+    fixed, row_s, token_s, position_s, beyond_s = MACHINES[machine]
     rng = random.Random(0)
     budget = Budget(padded=position_s > 0)
 
     def pass_s(live: int, tokens: int, width: int) -> float:
-        return (fixed + row_s * live + (token_s + position_s * width) * tokens) * (1 + load * rng.random())
+        beyond = beyond_s * max(0, tokens - 32)
+        return (fixed + row_s * live + (token_s + position_s * width) * tokens + beyond) * (1 + load * rng.random())
 
     for live, tokens in ((1, 1), (1, 256), (32, 32)):
         budget.calibrate([(tokens, pass_s(live, tokens, tokens // live))], live, tokens // live)
