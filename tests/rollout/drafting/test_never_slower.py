@@ -110,11 +110,11 @@ def one_pass(budget, active, texts, states, emitted, pass_s, asking, rng) -> flo
     return seconds + asking * asked
 
 
-@pytest.mark.parametrize(("asking", "load"), [(0.01, 0.0), (0.2, 0.0), (0.01, 1.0)])
+@pytest.mark.parametrize(("asking", "load", "least"), [(0.01, 0.0, 0.98), (0.2, 0.0, 0.975), (0.01, 1.0, 0.96)])
 @pytest.mark.parametrize("machine", MACHINES)
-def test_no_text_makes_a_rollout_slower(machine, asking, load):
+def test_no_text_makes_a_rollout_slower(machine, asking, load, least):
     found = {(rows, text): rollouts(machine, rows, text, asking, load) for rows in ROWS[machine] for text in TEXTS}
-    assert min(found.values()) > 0.98 - 0.02 * load, found
+    assert min(found.values()) > least, found
 
 
 def test_evidence_counts_for_its_own_bucket():
