@@ -122,7 +122,6 @@ class Budget:
         width: int = 0,
         emitted: int = 0,
         asking: float | None = None,
-        further: bool = False,
         ahead: tuple[int, int] = (0, 0),
     ) -> None:
         """Records that a pass of `rows` rows and `tokens` tokens, which attend to `width` positions, took `seconds`.
@@ -130,9 +129,8 @@ class Budget:
         Args:
             rows: 0 for a pass that also reads prompts, which is not used to evaluate drafting.
             emitted: tokens emitted by all rows.
-            asking: seconds taken to get the drafts of this pass; None if no drafter was called.
-            further: the drafts were got for an earlier pass, as a batch is split over several; such a pass is not used
-                to evaluate drafting.
+            asking: seconds taken to get the drafts of this pass; None if no drafter was called, or for another pass of
+                the same batch. Such a pass is not used to evaluate drafting.
             ahead: rows of the next batch in the pass, and their tokens, whose seconds are not those of drafts.
         """
         others, their_tokens = ahead
@@ -143,7 +141,7 @@ class Budget:
             _, row_s, token_s, position_s = self._passes.fit()
             seconds -= row_s * others + (token_s + position_s * width) * their_tokens
         saved_s = 0.0
-        if rows and not further and asking is not None:
+        if rows and asking is not None:
             fixed, row = self._plain
             saved_s = -asking
             if tokens > rows:

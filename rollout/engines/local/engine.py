@@ -319,11 +319,9 @@ class TransformersEngine(FillsPasses):
             cohort.drafts |= zip([row.number for row in beside], self.drafting.fit(beside, left), strict=True)
         stats.draft_s += time.perf_counter() - began
         feed = {number: [cohort.rows[number].last, *draft.tokens] for number, draft in cohort.drafts.items()}
-        asking_s = self.drafting.asking
-        for part in policy.parts(feed):
+        for i, part in enumerate(policy.parts(feed)):
             in_flight = policy.launch(part)
-            in_flight.asking_s = asking_s
-            asking_s = None  # charged to the first pass
+            in_flight.asking_s = None if i else self.drafting.asking  # charged to the first pass
             cohort.in_flight.append(in_flight)
             if not self.policy.overlaps:
                 self._settle(policy, cohort, stats)
@@ -346,7 +344,6 @@ class TransformersEngine(FillsPasses):
             now = time.perf_counter()
             device_s = now - max(in_flight.began, self._last_settled)  # from when the device was free for it
             rows, width, asking_s = len(in_flight.feed) - len(ahead), policy.width, in_flight.asking_s
-            further = asking_s is None and tokens > rows
             self.drafting.budget.observe_pass(
                 tokens,
                 device_s,
@@ -354,7 +351,6 @@ class TransformersEngine(FillsPasses):
                 width,
                 emitted_tokens,
                 asking=asking_s,
-                further=further,
                 ahead=(len(ahead), sum(ahead)),
             )
             self._last_settled = now
