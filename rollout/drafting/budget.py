@@ -135,8 +135,8 @@ class Budget:
         """
         others, their_tokens = ahead
         self._passes.observe(tokens + their_tokens, seconds, rows + others, width)
-        if tokens == rows and not others:
-            self._plain_passes.observe(tokens, seconds, rows, width)
+        if tokens + their_tokens == rows + others:
+            self._plain_passes.observe(rows + others, seconds, rows + others, width)
         if others:
             _, row_s, token_s, position_s = self._passes.fit()
             seconds -= row_s * others + (token_s + position_s * width) * their_tokens
@@ -240,7 +240,7 @@ class Budget:
         a, b = self.cost(rows, width)
         fixed = a + b * rows
         empty = self.cost()[0]
-        plain, row, token, position = self._plain_passes.fit()
+        plain, row, token, position = (self._plain_passes if self._plain_passes.observed else self._passes).fit()
         self._plain = plain, row + token + position * width
         chances = {bucket: (n, self.acceptance(bucket)) for bucket, n in count.items()}
         paid = fixed if self._refills else fixed - (1 - self._share) * empty

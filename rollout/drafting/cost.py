@@ -40,6 +40,8 @@ class CostModel:
         self._fixed = np.zeros((5, 5))  # sums of `_products` of calibration passes; `_moving`: of observed passes
         self._moving = np.zeros((5, 5))
         self._fitted: tuple[float, float, float, float] | None = None
+        self.observed = False
+        """Passes were recorded, other than those of the calibration."""
 
     def fit(self) -> tuple[float, float, float, float]:
         """(a, r, b, c), all non-negative. a and the cost of a token are positive."""
@@ -50,6 +52,7 @@ class CostModel:
     def observe(self, tokens: int, seconds: float, rows: int = 0, width: int = 0) -> None:
         self._moving = _FADE_FIT * self._moving + _products(rows, tokens, width, seconds)
         self._fitted = None
+        self.observed = True
 
     def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0, width: int = 0) -> None:
         """Records (tokens, seconds) that are never forgotten, since the terms cannot be fitted to equal passes."""

@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from specrl.rollout.drafting.budget import Budget, Plan
-from specrl.rollout.drafting.draft import EMPTY, Draft, ask_all
+from specrl.rollout.drafting.draft import Draft, ask_all
 from specrl.rollout.drafting.suffix import SuffixDrafter
 from specrl.rollout.types import EngineStats, Request, RolloutError
 from specrl.rollout.verify import Accepted, accept_exact
@@ -51,7 +51,7 @@ class Drafting:
         self._begun: set[int] = set()  # those of its rows that have begun
 
     def attach(self, policy: PackedModel) -> None:
-        """Sets the model that verifies the drafts, and times a few of its passes.
+        """Sets the model that verifies the drafts, and times a few of its passes: as many as their costs have terms.
 
         Raises:
             RolloutError: the draft model has a different vocabulary.
@@ -59,7 +59,7 @@ class Drafting:
         self.vocab = policy.vocab
         if self.model:
             check_vocab(self.model.packed.vocab, policy.vocab)
-        for rows, tokens in ((1, 1), (1, min(256, policy.context)), (32, 32)):
+        for rows, tokens in ((1, 1), (1, min(256, policy.context)), (32, 32), (32, 64)):
             self.budget.calibrate([policy.timing(rows, tokens)], rows, tokens // rows)
             if self.model:
                 self.budget.drafter.calibrate([self.model.packed.timing(rows, tokens)], rows)
@@ -183,10 +183,7 @@ class Drafting:
         plan = self.budget.plan(buckets, self.model is not None, width)
         if not self.model:
             plan = self.budget.affordable(buckets, plan)
-        drafts = [
-            Draft([*row.guess.tokens[:length]], row.guess.source) if (length := plan.lengths[row.bucket]) else EMPTY
-            for row in rows
-        ]
+        drafts = [row.guess.first(plan.lengths[row.bucket]) for row in rows]
         self.asking = time.perf_counter() - began
         return plan, drafts
 

@@ -2,10 +2,13 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from specrl.rollout.drafting.budget import Budget, Plan
+from specrl.rollout.drafting.cost import SHARE
+from specrl.rollout.drafting.drafting import Drafting
 
 
 def trained(a: float, b: float, rates: dict[str, float], seen: int = 20_000, window: int = 0) -> Budget:
@@ -59,6 +62,39 @@ def test_calibration_tells_a_from_b_when_all_passes_are_equal():
     assert a == pytest.approx(4e-3, rel=0.02)
     assert b == pytest.approx(1e-5, rel=0.02)
     assert blind.cost()[1] != pytest.approx(1e-5, rel=0.02)  # control
+
+
+PASS_S, ROW_S, TOKEN_S, POSITION_S = 0.1, 2e-3, 8e-3, 1e-5
+
+
+def pass_s(rows: int, tokens: int, width: float) -> float:
+    return PASS_S + ROW_S * rows + (TOKEN_S + POSITION_S * width) * tokens
+
+
+@pytest.fixture
+def timed() -> Budget:
+    """A budget that has timed a few passes at the start, as an engine does."""
+    drafting = Drafting()
+    timing = SimpleNamespace(vocab=8, context=512, timing=lambda rows, n: (n, pass_s(rows, n, n / rows)))
+    drafting.attach(timing)
+    return drafting.budget
+
+
+def test_the_costs_of_rows_tokens_and_positions_are_known_before_the_first_pass(timed):
+    assert timed.cost(32, 100) == pytest.approx((PASS_S + 32 * ROW_S, TOKEN_S + 100 * POSITION_S), rel=1e-3)
+
+
+@pytest.mark.parametrize("plain_passes", [0, 1, 40])
+def test_what_a_pass_has_saved_is_known_with_and_without_earlier_passes_that_had_no_drafts(timed, plain_passes):
+    rows, width = 8, 1000
+    for i in range(plain_passes):
+        timed.observe_pass(rows, pass_s(rows, rows, width - i), rows, width - i)
+    timed.next_rollout()
+    timed.plan([None] * rows, width=width)
+    before, seconds = timed.account.balance_s, pass_s(rows, 2 * rows, width)
+    timed.observe_pass(2 * rows, seconds, rows, width, emitted=2 * rows, asking=0.0)
+    saved = timed.account.balance_s - before - SHARE * seconds
+    assert saved == pytest.approx(pass_s(rows, rows, width) * 2 - PASS_S - seconds, rel=0.05)
 
 
 # Acceptance -----------------------------------------------------------------------------------------------------------
