@@ -127,7 +127,8 @@ def main(config: NeverSlowerConfig) -> int:
         raise ConfigError(f"texts=[{unknown[0]}]: no such text. Use {', '.join(TEXTS)}.")
     context = multiprocessing.get_context("spawn")
     together = context.Barrier(2)
-    sides, results = [], []
+    sides = []
+    results = []
     for drafts_first in (False, True):
         receiver, sender = context.Pipe(duplex=False)
         sides.append(context.Process(target=side, args=(drafts_first, config, together, sender), daemon=True))

@@ -61,8 +61,7 @@ def test_vllm(tmp_path):
 
 
 def test_flips_of_bf16_are_counted(tmp_path):
-    once_an_epoch = {"dataset__train_size": 1, "rollout__measure_every": 1}
-    record = real(tmp_path, "exact", trainer__precision="bf16", **once_an_epoch)
+    record = real(tmp_path, "exact", dataset__train_size=1, trainer__precision="bf16", rollout__measure_every=1)
     counted = [log for log in logs(record) if "spec/flips_per_1k" in log]
     assert len(counted) == 2
     assert all(log["spec/compared_tokens"] > 0 for log in counted)

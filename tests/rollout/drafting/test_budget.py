@@ -64,7 +64,10 @@ def test_calibration_tells_a_from_b_when_all_passes_are_equal():
     assert blind.cost()[1] != pytest.approx(1e-5, rel=0.02)  # control
 
 
-PASS_S, ROW_S, TOKEN_S, POSITION_S = 0.1, 2e-3, 8e-3, 1e-5
+PASS_S = 0.1
+ROW_S = 2e-3
+TOKEN_S = 8e-3
+POSITION_S = 1e-5
 
 
 def pass_s(rows: int, tokens: int, width: float) -> float:
@@ -75,8 +78,7 @@ def pass_s(rows: int, tokens: int, width: float) -> float:
 def timed() -> Budget:
     """A budget that has timed a few passes at the start, as an engine does."""
     drafting = Drafting()
-    timing = SimpleNamespace(vocab=8, context=512, timing=lambda rows, n: (n, pass_s(rows, n, n / rows)))
-    drafting.attach(timing)
+    drafting.attach(SimpleNamespace(vocab=8, context=512, timing=lambda rows, n: (n, pass_s(rows, n, n / rows))))
     return drafting.budget
 
 
@@ -91,7 +93,8 @@ def test_what_a_pass_has_saved_is_known_with_and_without_earlier_passes_that_had
         timed.observe_pass(rows, pass_s(rows, rows, width - i), rows, width - i)
     timed.next_rollout()
     timed.plan([None] * rows, width=width)
-    before, seconds = timed.account.balance_s, pass_s(rows, 2 * rows, width)
+    before = timed.account.balance_s
+    seconds = pass_s(rows, 2 * rows, width)
     timed.observe_pass(2 * rows, seconds, rows, width, emitted=2 * rows, asking=0.0)
     saved = timed.account.balance_s - before - SHARE * seconds
     assert saved == pytest.approx(pass_s(rows, rows, width) * 2 - PASS_S - seconds, rel=0.05)

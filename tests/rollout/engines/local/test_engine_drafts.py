@@ -112,7 +112,7 @@ def test_rows_of_the_next_batch_neither_pay_for_drafts_nor_make_a_pass_longer_th
     done, stats = engine.generate(requests_of(cases, [Script(text) for text, _, _ in want])[:8])
     assert {c.finish for c in done} == {"stop", "length"}
     assert stats.ahead_tokens > 0
-    assert sum(emitted for emitted, _, _ in seen) == sum(len(c.tokens) for c in done), "and nothing behind an EOS"
+    assert sum(emitted for emitted, _, _ in seen) == sum(len(c.tokens) for c in done), "and no token after an EOS"
     assert max(tokens for _, tokens, others in seen if others) <= 24
 
 
