@@ -14,6 +14,7 @@ FORGET = 0.5
 MOST = 0.9999
 """Highest estimate of a probability."""
 _FADE_FIT = 0.98  # factor on the weight of past passes at each pass
+_STALE = 1 / 8  # of the passes are new to a fit, which takes as long as ten records
 SHARE = 0.008
 """Of a rollout's seconds may be lost on drafts that do not pay."""
 
@@ -40,18 +41,20 @@ class CostModel:
         self._fixed = np.zeros((5, 5))  # sums of `_products` of calibration passes; `_moving`: of observed passes
         self._moving = np.zeros((5, 5))
         self._fitted: tuple[float, float, float, float] | None = None
+        self._new = 0  # passes since then
         self.observed = False
         """Passes were recorded, other than those of the calibration."""
 
     def fit(self) -> tuple[float, float, float, float]:
         """(a, r, b, c), all non-negative. a and the cost of a token are positive."""
-        if self._fitted is None:
+        if self._fitted is None or self._new > _STALE * self._moving[0, 0]:
             self._fitted = _fit(self._fixed + self._moving)
+            self._new = 0
         return self._fitted
 
     def observe(self, tokens: int, seconds: float, rows: int = 0, width: int = 0) -> None:
         self._moving = _FADE_FIT * self._moving + _products(rows, tokens, width, seconds)
-        self._fitted = None
+        self._new += 1
         self.observed = True
 
     def calibrate(self, passes: Sequence[tuple[int, float]], rows: int = 0, width: int = 0) -> None:
