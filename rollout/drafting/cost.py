@@ -41,15 +41,15 @@ class CostModel:
         self._fixed = np.zeros((5, 5))  # sums of `_products` of calibration passes; `_moving`: of observed passes
         self._moving = np.zeros((5, 5))
         self._fitted: tuple[float, float, float, float] | None = None
-        self._of = 0  # how many were recorded then
+        self._fitted_at = 0  # passes that were recorded when it was fitted
         self.observed = 0
         """Passes that were recorded, other than those of the calibration."""
 
     def fit(self) -> tuple[float, float, float, float]:
         """(a, r, b, c), all non-negative. a and the cost of a token are positive."""
-        if self._fitted is None or self.observed - self._of > _STALE * self._moving[0, 0]:
+        if self._fitted is None or self.observed - self._fitted_at > _STALE * self._moving[0, 0]:
             self._fitted = _fit(self._fixed + self._moving)
-            self._of = self.observed
+            self._fitted_at = self.observed
         return self._fitted
 
     def observe(self, tokens: int, seconds: float, rows: int = 0, width: int = 0) -> None:

@@ -4,6 +4,7 @@ import math
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from specrl.rollout.drafting.budget import Budget, Plan
@@ -62,6 +63,18 @@ def test_calibration_tells_a_from_b_when_all_passes_are_equal():
     assert a == pytest.approx(4e-3, rel=0.02)
     assert b == pytest.approx(1e-5, rel=0.02)
     assert blind.cost()[1] != pytest.approx(1e-5, rel=0.02)  # control
+
+
+def test_costs_follow_the_passes_without_a_fit_for_each(monkeypatch):
+    solve, solved = np.linalg.solve, []
+    monkeypatch.setattr("numpy.linalg.solve", lambda *terms: solved.append(terms) or solve(*terms))
+    budget = Budget()
+    budget.calibrate([(1, 4e-3), (256, 5e-3)])
+    for seconds in [4e-3] * 100 + [8e-3] * 200:
+        budget.observe_pass(64, seconds)
+        a, b = budget.cost()
+    assert a + 64 * b == pytest.approx(8e-3, rel=0.1)
+    assert len(solved) < 150
 
 
 PASS_S = 0.1
