@@ -311,11 +311,12 @@ def _promise(bucket: AcceptanceBucket) -> float:
 def _one_length(
     groups: Mapping[AcceptanceBucket, tuple[int, float]], fixed: float, price: float
 ) -> tuple[dict[AcceptanceBucket, int], float]:
-    """One draft length, a power of two, for all rows that it makes faster, and the rows' tokens per second.
+    """One draft length, 0 or a power of two, for all rows that it makes faster, and the rows' tokens per second.
 
     Attention pads the rows of a pass to equal lengths, so different lengths cost more than they gain: at 64 rows on two
     cores, drafts of equal length took 0.8x to 0.9x the time in about as many passes. The shortest length that is nearly
-    optimal is chosen, because the last row determines the time of a rollout, and faster rows gain little for it.
+    optimal is chosen, because the last row determines the time of a rollout, and faster rows gain little for it. Drafts
+    that save hardly any time are not worth it: the rows that they bring ahead pad the others until they end.
 
     Args:
         groups: rows and acceptance of each bucket.
@@ -324,17 +325,15 @@ def _one_length(
     """
     total = sum(rows for rows, _ in groups.values())
     share = fixed / max(total, 1)
-    most = {s: n for s, (_, p) in groups.items() if (n := _length(p, price / share))}  # otherwise no token pays
-    drafting = {s: groups[s] for s in most}
-    candidates = []
-    for length in (1 << i for i in range(max(most.values(), default=0).bit_length())):
-        times = {s: (share + price * length) / emitted(p, length) for s, (_, p) in drafting.items()}
-        seconds = sum(rows * min(share, times[s]) for s, (rows, _) in drafting.items())
+    longest = max((_length(p, price / share) for _, p in groups.values()), default=0)  # no token beyond it pays
+    candidates: list[tuple[float, dict[AcceptanceBucket, int]]] = [(share * total, {})]
+    for length in (1 << i for i in range(longest.bit_length())):
+        times = {s: (share + price * length) / emitted(p, length) for s, (_, p) in groups.items()}
+        seconds = sum(rows * min(share, times[s]) for s, (rows, _) in groups.items())
         candidates.append((seconds, {s: length for s, time in times.items() if time < share}))
-    best = min((seconds for seconds, _ in candidates), default=0.0)
-    seconds, lengths = next((c for c in candidates if _NEARLY * c[0] <= best), (0.0, {}))
-    undrafted = sum(rows for s, (rows, _) in groups.items() if s not in drafting)
-    return dict.fromkeys(groups, 0) | lengths, total / (seconds + undrafted * share) if total else 0.0
+    best = min(seconds for seconds, _ in candidates)
+    seconds, lengths = next(c for c in candidates if _NEARLY * c[0] <= best)
+    return dict.fromkeys(groups, 0) | lengths, total / seconds if total else 0.0
 
 
 def _own_lengths(
