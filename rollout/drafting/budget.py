@@ -21,6 +21,7 @@ None is a row without a draft."""
 
 _MARGIN = 1.1  # required gain of the draft model: rows that advance unevenly have a longer tail than estimated
 _NEARLY = 0.95  # of the best rate is sufficient
+_WORTH = 0.9  # of a pass without drafts is the most that rows which pad each other may take for its tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,7 @@ class Budget:
         self._totals: dict[str, tuple[float, float]] = {}  # by source, and of all; empty until computed
         self._needed = 0.0
         self._lead = 0  # passes that the slowest row of this rollout has saved
-        self._even = 0.0  # the same if all its rows advanced alike
         self._refills = False  # other rows wait for the places of those that end
-        self._share = 1.0  # of `_lead` in `_even`, over past rollouts
         self._plain = 0.0, 0.0  # seconds of a pass without drafts, and of each of its rows, at the last plan
 
     # Measurements -------------------------------------------------------------------------------------------
@@ -146,23 +145,18 @@ class Budget:
             saved_s = -asking
             if tokens > rows:
                 even = emitted / rows - 1
-                self._even += even
                 saved_s += fixed * (1 + even * self._refills) + row * emitted - seconds
         self.account.observe(seconds, saved_s)
 
-    def observe_lead(self, lead: int | None, rows: int = 0, padding: int = 0) -> None:
+    def observe_lead(self, lead: int | None) -> None:
         """Records by how many passes the row that needs most of them is ahead of plain decoding, before a pass.
 
         The time that a pass takes whatever its rows is saved only where this row needs fewer passes.
 
         Args:
             lead: None while other rows wait for the places of these: then every row that ends early saves some.
-            padding: by how many positions the attention of `rows` rows is padded further than in plain decoding,
-                because some of them are further ahead than that row. This is paid with or without drafts.
         """
         self._refills = lead is None
-        if padding:
-            self.account.observe(0.0, -self._passes.fit()[3] * padding * rows)
         if lead is not None and lead > self._lead:
             self.account.observe(0.0, self._plain[0] * (lead - self._lead))
             self._lead = lead
@@ -189,12 +183,9 @@ class Budget:
         self.drafter.next_rollout()
         self.account.open()
         self._lead = 0
-        self._even = 0.0
 
     def end_rollout(self) -> float:
         """The seconds that drafts cost beyond what they saved since `next_rollout`; 0 if they saved some."""
-        if self._even > 1 and not self._refills:
-            self._share += FORGET * (min(1.0, self._lead / self._even) - self._share)
         return self.account.close()
 
     # Plans ------------------------------------------------------------------------------------------------------
@@ -239,12 +230,10 @@ class Budget:
         rows = count.total()
         a, b = self.cost(rows, width)
         fixed = a + b * rows
-        empty = self.cost()[0]
         plain, row, token, position = (self._plain_passes if self._plain_passes.observed else self._passes).fit()
         self._plain = plain, row + token + position * width
         chances = {bucket: (n, self.acceptance(bucket)) for bucket, n in count.items()}
-        paid = fixed if self._refills else fixed - (1 - self._share) * empty
-        k, goodput = (_one_length if self.padded else _own_lengths)(chances, paid, b)
+        k, goodput = (_one_length if self.padded else _own_lengths)(chances, fixed, b)
         self._needed = min(1.0, b * goodput)
         by_model: frozenset[AcceptanceBucket] = frozenset()
         if model and count:
@@ -316,7 +305,7 @@ def _one_length(
     Attention pads the rows of a pass to equal lengths, so different lengths cost more than they gain: at 64 rows on two
     cores, drafts of equal length took 0.8x to 0.9x the time in about as many passes. The shortest length that is nearly
     optimal is chosen, because the last row determines the time of a rollout, and faster rows gain little for it. Drafts
-    that save hardly any time are not worth it: the rows that they bring ahead pad the others until they end.
+    that save little time are not worth it: the rows that they bring ahead pad the others until they end.
 
     Args:
         groups: rows and acceptance of each bucket.
@@ -326,14 +315,16 @@ def _one_length(
     total = sum(rows for rows, _ in groups.values())
     share = fixed / max(total, 1)
     longest = max((_length(p, price / share) for _, p in groups.values()), default=0)  # no token beyond it pays
-    candidates: list[tuple[float, dict[AcceptanceBucket, int]]] = [(share * total, {})]
+    candidates = []
     for length in (1 << i for i in range(longest.bit_length())):
         times = {s: (share + price * length) / emitted(p, length) for s, (_, p) in groups.items()}
         seconds = sum(rows * min(share, times[s]) for s, (rows, _) in groups.items())
         candidates.append((seconds, {s: length for s, time in times.items() if time < share}))
-    best = min(seconds for seconds, _ in candidates)
+    best = min((seconds for seconds, _ in candidates), default=fixed)
+    if best >= _WORTH * fixed:
+        return dict.fromkeys(groups, 0), total / fixed
     seconds, lengths = next(c for c in candidates if _NEARLY * c[0] <= best)
-    return dict.fromkeys(groups, 0) | lengths, total / seconds if total else 0.0
+    return dict.fromkeys(groups, 0) | lengths, total / seconds
 
 
 def _own_lengths(

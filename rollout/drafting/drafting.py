@@ -117,12 +117,7 @@ class Drafting:
             self.budget.observe_lead(None)
             return
         drafting = [row for row in rows if row.drafting]
-        lead = min((row.lead for row in drafting), default=0)
-        padding = 0
-        if self.budget.padded and drafting:
-            even = max(row.length - row.lead for row in drafting) + lead
-            padding = max(row.length for row in drafting) - even
-        self.budget.observe_lead(lead, len(rows), padding)
+        self.budget.observe_lead(min((row.lead for row in drafting), default=0))
 
     def guess(self, row: Response, limit: int) -> Sequence[int]:
         """At most `limit` tokens from the row's drafter."""
