@@ -37,7 +37,7 @@ class Plan:
     token_s: float = 0.0
     """Seconds that one draft token adds to this pass."""
     needed: float = 0.0
-    """Acceptance probability above which a row's first draft token saves time."""
+    """Acceptance probability above which a draft token of each row saves enough time."""
 
 
 class Budget:
@@ -234,7 +234,7 @@ class Budget:
         self._plain = plain, row + token + position * width
         chances = {bucket: (n, self.acceptance(bucket)) for bucket, n in count.items()}
         k, goodput = (_one_length if self.padded else _own_lengths)(chances, fixed, b)
-        self._needed = min(1.0, b * goodput)
+        self._needed = min(1.0, (1 + b * goodput) / (_WORTH if self.padded else 1.0) - 1)
         by_model: frozenset[AcceptanceBucket] = frozenset()
         if model and count:
             by_model, goodput = self._for_model(count, k, fixed, b, goodput)

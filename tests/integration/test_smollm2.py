@@ -61,7 +61,8 @@ def test_vllm(tmp_path):
 
 
 def test_flips_of_bf16_are_counted(tmp_path):
-    record = real(tmp_path, "exact", dataset__train_size=1, trainer__precision="bf16", rollout__measure_every=1)
+    options = {"dataset__train_size": 1, "rollout__max_new_tokens": 4, "rollout__measure_every": 1}
+    record = real(tmp_path, "exact", trainer__precision="bf16", **options)
     counted = [log for log in logs(record) if "spec/flips_per_1k" in log]
     assert len(counted) == 2
     assert all(log["spec/compared_tokens"] > 0 for log in counted)

@@ -190,6 +190,17 @@ def test_a_few_rows_that_save_little_do_not_draft_where_they_pad_the_others():
     assert windows(budget, ["agreeing"] + [None] * 31)[0] > 0, "control: nothing is padded"
 
 
+@pytest.mark.parametrize(("padded", "needed"), [(True, 0.55), (False, 0.39)])
+def test_rows_draft_from_the_acceptance_that_is_said_to_be_needed(padded, needed):
+    for p in (0.1, needed - 0.02, needed + 0.02):
+        budget = trained(5e-3, 1e-4, {"agreeing": p})
+        budget.padded = padded
+        plan = budget.plan(["agreeing"] * 32)
+        assert (plan.lengths["agreeing"] > 0) == (p > needed)
+        if p < needed:
+            assert plan.needed == pytest.approx(needed, abs=0.01)
+
+
 def test_drafting_comes_back_when_drafts_are_good_again():
     budget = trained(5e-3, 1e-4, {"start": 0.001}, seen=2000)
     assert windows(budget, ["start"] * 2) == [0, 0]
