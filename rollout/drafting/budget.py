@@ -73,6 +73,8 @@ class Budget:
         self._totals: dict[str, tuple[float, float]] = {}  # by source, and of all; empty until computed
         self._needed = 0.0
         self._lead = 0  # passes that the slowest row of this rollout has saved
+        self._even = 0.0  # the same if all its rows advanced alike
+        self._share = 1.0  # of `_lead` in `_even`, over past rollouts
         self._refills = False  # other rows wait for the places of those that end
         self._plain = 0.0, 0.0  # seconds of a pass without drafts, and of each of its rows, at the last plan
 
@@ -145,6 +147,7 @@ class Budget:
             saved_s = -asking
             if tokens > rows:
                 even = emitted / rows - 1
+                self._even += even
                 saved_s += fixed * (1 + even * self._refills) + row * emitted - seconds
         self.account.observe(seconds, saved_s)
 
@@ -183,9 +186,12 @@ class Budget:
         self.drafter.next_rollout()
         self.account.open()
         self._lead = 0
+        self._even = 0.0
 
     def end_rollout(self) -> float:
         """The seconds that drafts cost beyond what they saved since `next_rollout`; 0 if they saved some."""
+        if self._even > 1 and not self._refills:
+            self._share += FORGET * (min(1.0, self._lead / self._even) - self._share)
         return self.account.close()
 
     # Plans ------------------------------------------------------------------------------------------------------
@@ -233,7 +239,8 @@ class Budget:
         plain, row, token, position = (self._plain_passes if self._plain_passes.observed else self._passes).fit()
         self._plain = plain, row + token + position * width
         chances = {bucket: (n, self.acceptance(bucket)) for bucket, n in count.items()}
-        k, goodput = (_one_length if self.padded else _own_lengths)(chances, fixed, b)
+        paid = fixed if self._refills else fixed - (1 - self._share) * self.cost()[0]
+        k, goodput = (_one_length if self.padded else _own_lengths)(chances, paid, b)
         self._needed = min(1.0, (1 + b * goodput) / (_WORTH if self.padded else 1.0) - 1)
         by_model: frozenset[AcceptanceBucket] = frozenset()
         if model and count:
