@@ -201,6 +201,20 @@ def test_rows_draft_from_the_acceptance_that_is_said_to_be_needed(padded, needed
             assert plan.needed == pytest.approx(needed, abs=0.01)
 
 
+@pytest.mark.parametrize("slowest_leads", [True, False])
+def test_the_fixed_time_of_a_pass_is_saved_only_where_the_slowest_row_needs_fewer_passes(slowest_leads):
+    budget = trained(8e-3, 1e-3, {"agreeing": 0.9})
+    for _ in range(6):
+        budget.next_rollout()
+        for passes in range(1, 11):
+            budget.plan(["agreeing"] * 8)
+            budget.observe_pass(16, 24e-3, 8, emitted=15, asking=0.0)
+            budget.observe_lead(passes if slowest_leads else 0)
+        budget.end_rollout()
+    budget.observe_draft("agreeing", 18_000, 18_000)
+    assert (windows(budget, ["agreeing"] * 8)[0] > 0) == slowest_leads
+
+
 def test_drafting_comes_back_when_drafts_are_good_again():
     budget = trained(5e-3, 1e-4, {"start": 0.001}, seen=2000)
     assert windows(budget, ["start"] * 2) == [0, 0]
