@@ -215,6 +215,8 @@ def test_a_function_gets_the_columns_it_names_and_others_need_not_be_json(plug_i
         assert reward([Sample("p", "c", None, fields)]) == [7.0]
         assert isinstance(reward([Sample("p", "c")])[0], WorkerError)
     assert FunctionReward(lambda *texts: 1.0, "any")([Sample("p", "c", None, {"scale": 7})]) == [1.0]
+    own = FunctionReward(lambda prompt, completion, answer, messages: messages, "own")
+    assert own([Sample("p", "c", None, {"messages": 7}, [])]) == [7], "the data's column, not those of the chat"
 
 
 def test_columns_that_a_function_needs_are_looked_for_before_the_run(plug_ins):

@@ -293,9 +293,9 @@ def test_what_a_function_returns_is_looked_through(reward):
 
 @pytest.mark.slow
 def test_what_a_program_changes_in_place_is_changed(reward):
-    sorts = "def sort(x):\n    x.sort()\n    x[0].append(9)\n\ndef add(d, s):\n    d['a'] = 1\n    s.add(2)"
+    sorts = "def sort(x):\n    x.sort()\n    x[0].append(9)\n\ndef add(d, s):\n    d['a'] = d.pop('b')\n    s ^= {1, 2}"
     tests = "x = [[2], [1]]\nsort(x)\nassert x == [[1, 9], [2]]\n"
-    tests += "d = {}\ns = {1}\nadd(d, s)\nassert (d, s) == ({'a': 1}, {1, 2})"
+    tests += "d = {'b': 1}\ns = {1}\nadd(d, s)\nassert (d, s) == ({'a': 1}, {2})"
     assert score(reward, block(sorts), {"tests": tests}) == 1.0
     assert score(reward, block(sorts.replace("9", "8")), {"tests": tests}) == 0.0
 

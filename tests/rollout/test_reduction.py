@@ -111,6 +111,7 @@ def test_extremes_and_what_all_know():
 def test_a_part_that_lacks_a_metric_changes_nothing_of_it():
     parts = [{"a": count(1)}, {"a": count(2), "b": mean(3, 4)}, {}]
     assert merged(parts, Metric.beside) == {"a": 3.0, "b": 0.75}
+    assert merged([{"a": shared(2.0)}, {"a": shared(5.0)}], Metric.later) == {"a": 5.0}, "in the order of the parts"
     assert math.isnan(mean(0, 0))
     assert mean(0, 0).beside(mean(1, 2)) == 0.5, "nothing scored here, and half of two there"
 

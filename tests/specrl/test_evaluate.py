@@ -1,5 +1,5 @@
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import pytest
@@ -157,6 +157,13 @@ def test_failures_are_left_out_and_never_zeros():
 
 def test_when_nothing_can_be_scored_there_is_no_number():
     assert assess(["99", "99"])[0] == {"eval/failed": 4, "eval/mean_length": 2.0}
+
+
+def test_the_length_is_that_of_what_the_policy_sampled(monkeypatch):
+    """Tokens of tools are in a conversation too."""
+    respond = Scripted._respond
+    monkeypatch.setattr(Scripted, "_respond", lambda self, token: replace(respond(token), mask=[1, 0]))
+    assert assess(["11"])[0]["eval/mean_length"] == 1.0
 
 
 class Length:

@@ -151,8 +151,8 @@ def test_complete_steps_against_plain_rollouts_by_hand():
 
 def test_first_and_last_reward():
     assert first_last(STEPS) == pytest.approx({"first": 0.3, "last": 0.6, "window": "mean of an epoch"})
-    one_epoch = [{"step": n, "epoch": n / 40, "reward": float(n)} for n in range(1, 41)]
-    assert first_last(one_epoch) == {"first": 2.5, "last": 38.5, "window": "mean of 4 rollouts"}
+    one_epoch = [{"step": n, "epoch": n / 40, "reward": n - 1.0} for n in range(1, 41)]
+    assert first_last(one_epoch) == {"first": 1.5, "last": 37.5, "window": "mean of 4 rollouts"}, "a reward of 0 counts"
     assert first_last([{"step": 1, "reward": None}])["last"] is None
 
 

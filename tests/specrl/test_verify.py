@@ -1,6 +1,8 @@
 """Receipts of a finished run: sound ones are reproduced, forged ones are named."""
 
+import errno
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -176,6 +178,21 @@ def test_a_malformed_line_or_row_is_named(tmp_path, content, where):
     (tmp_path / DIGESTS).write_bytes(content)
     with pytest.raises(CacheError, match=f"{DIGESTS}, {where}"):
         read_receipts(tmp_path)
+
+
+def test_a_line_that_a_full_disk_cut_spoils_no_other(tmp_path, monkeypatch):
+    receipts = Receipts(tmp_path, {"seed": 0}, 0)
+    rows = [("a", 0, 0, 5, "00")]
+
+    def cut(descriptor):
+        os.ftruncate(descriptor, os.fstat(descriptor).st_size - 9)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", cut)
+        receipts.add(0, rows)
+    receipts.add(1, rows)
+    assert list(read_receipts(tmp_path)[1]) == [1]
 
 
 def test_lines_of_steps_that_are_repeated_and_torn_ones_are_removed(tmp_path):

@@ -156,7 +156,7 @@ def test_one_wrong_matrix_is_noticed(build_model):
         engine.update_weights(sent.items(), 1, probe(trained, TEXT))
 
 
-@pytest.mark.parametrize("logprobs", [[float("nan")] * 2, [-1.0, -2.1], [-1.0]])
+@pytest.mark.parametrize("logprobs", [[float("nan"), -2.0], [-1.0, float("nan")], [-1.0, -2.1], [-1.0]])
 def test_a_probe_is_strict(logprobs):
     with pytest.raises(RolloutError, match=r"probe|log-probs"):
         Probe((1, 2, 3), (-1.0, -2.0), 0.05).check(logprobs, 7)

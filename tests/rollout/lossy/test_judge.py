@@ -91,6 +91,21 @@ def test_the_threshold_of_a_head(models, plain):
     assert [c.tokens for c in engine(models, head).generate(requests())[0]] == plain[0], "NaN is not unimportant"
 
 
+def test_the_judge_sees_the_states_that_have_read_the_draft_tokens(models, plain):
+    seen = []
+
+    def look(hidden):
+        seen.append(hidden.clone())
+        return [False] * len(hidden)
+
+    (request,) = requests(1, stored=old(plain))
+    engine(models, Verdicts(look), window=8, draft=None).generate([request])
+    text = torch.tensor([[*request.prompt, *plain[1][0][:8]]])
+    with torch.no_grad():
+        states = models[0].model(text).last_hidden_state[0, len(request.prompt) :]
+    torch.testing.assert_close(seen[0], states, rtol=0, atol=1e-4)
+
+
 def test_waiting_rows_are_judged_alike(models):
     asked, some = requests(count=7), Verdicts(lambda hidden: (hidden[:, 0] > 0).tolist())
     want, _ = engine(models, some).generate(asked)

@@ -143,6 +143,22 @@ def test_mixed_steps_follow_the_definition(models, needs):
     assert 0 < stats.escalated < stats.steps
 
 
+@pytest.mark.parametrize("needs", [set(), {"likelihood", "rival"}])
+def test_every_pass_of_the_policy_is_counted_for_its_row(models, monkeypatch, needs):
+    """Those in which it only reads too."""
+    routed = engine(models, AcceptanceRule(odd, needs=frozenset(needs)))
+    spent, generate = [], routed.policy.generate
+
+    def counted(asked):
+        done, stats = generate(asked)
+        spent.append(stats.passes)
+        return done, stats
+
+    monkeypatch.setattr(routed.policy, "generate", counted)
+    (done,), _ = routed.generate(requests(1))
+    assert done.passes == sum(spent) > 0
+
+
 def test_a_wrong_noise_position_after_a_step_is_caught(models, monkeypatch):
     """Planted fault: after the first step an engine samples with the noise of the response's beginning again."""
     follow = RoutedRow.request_after

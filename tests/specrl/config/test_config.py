@@ -269,7 +269,7 @@ JUDGED = "rollout.acceptance=judged rollout.trained=x "
             for change in (
                 *("reward.timeout_s=9", "reward.workers=2", "reward.memory_mb=4096"),
                 *("cluster.num_workers=2 cluster.task_timeout_s=9", "rollout.draft_tokens=8", "resume=auto"),
-                "rollout.acceptance=off",
+                *("rollout.acceptance=off", "rollout.cache.log=true"),
             )
         ),
         ("trainer.lr_schedule=constant ", "trainer.epochs=9", False),

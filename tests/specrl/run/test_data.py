@@ -164,6 +164,7 @@ def test_slices_divide_one_file(tmp_path):
     assert [len(half) for half in halves] == [18, 2]
     assert halves[0] + halves[1] == load(name)
     assert len(load(name, train_split="train[-3:]")) == 3
+    assert len(load(name, train_split="train[:13%]")) == 3, "2.6 rows are rounded, as `datasets` does"
 
 
 def test_presets_and_hub_ids_go_through_load_dataset(monkeypatch):

@@ -40,7 +40,9 @@ def test_model_tokenizer_and_every_id_that_ends_a_response():
     assert eos_ids == set(tokenizer.convert_tokens_to_ids(["<eos>", "?", "."]))
 
 
-@pytest.mark.parametrize(("declared", "expected"), [(1, {1}), ([1, 9], {1, 9}), ([9], {1, 9}), (None, {1})])
+@pytest.mark.parametrize(
+    ("declared", "expected"), [(1, {1}), ([1, 9], {1, 9}), ([9], {1, 9}), (0, {0, 1}), (None, {1})]
+)
 def test_eos_ids_are_the_models_and_the_tokenizers(variant, declared, expected):
     folder = variant(generation_config={"eos_token_id": declared}, config={"eos_token_id": declared})
     assert load_policy(configure(folder))[2] == expected

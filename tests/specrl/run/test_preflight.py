@@ -170,10 +170,10 @@ def test_a_dry_run_scores_rows_and_refuses_data_of_which_too_many_cannot_be(fold
 
 @pytest.mark.slow
 def test_a_dry_run_checks_rows_of_every_form(folder):
-    """One row of 3,000, between those that are evenly spaced."""
+    """Four rows of 3,000, between those that are evenly spaced: more than 5 % of the rows, but not of the data."""
     answers = ["1"] * 3000
-    answers[1501] = SENTENCE
-    assert "cannot score 1 of the 65 rows" in " ".join(rows_with(answers, folder).split())
+    answers[1501:1505] = [SENTENCE, f"So {SENTENCE}", f"3: {SENTENCE}", f"({SENTENCE})"]
+    assert "cannot score 4 of the 68 rows" in " ".join(rows_with(answers, folder).split())
 
 
 def test_a_dry_run_downloads_nothing_and_says_so(folder):

@@ -89,7 +89,8 @@ def test_the_trained_drafter_is_the_one_that_drafts(folder, drafter, made):
 
 
 def test_every_step_says_what_co_training_did(made):
-    _, lines = made(True)
+    on, lines = made(True)
+    assert on.trainer.rollouts.drafter_trainer.progress.rollouts == len(lines), "its texts are chosen anew for each"
     for line in lines:
         assert {"drafter/loss", "drafter/tokens", "drafter/agreement"} <= line.keys()
         assert line["drafter/active"] == 1.0

@@ -138,6 +138,14 @@ def test_a_shared_prompt_is_computed_once(tiny):
     assert stats.forward_tokens <= 19 + 8 * 4
 
 
+@pytest.mark.parametrize("rows", [2, 6])
+def test_every_token_through_the_model_is_counted_once(tiny, rows):
+    """However often rows are admitted."""
+    requests = requests_of([([i, 6, 7], 4) for i in range(8, 14)])
+    done, stats = engine_of(tiny("llama"), rows_per_batch=rows).generate(requests)
+    assert stats.forward_tokens == sum(2 + len(c.tokens) for c in done)
+
+
 @pytest.mark.slow
 def test_the_cap_is_exact_and_eos_at_the_cap_is_a_stop(tiny):
     model = tiny("qwen3")

@@ -29,6 +29,13 @@ def test_gpus_compile_and_capture_graphs_by_default(monkeypatch, compile, cpu, e
     assert settings.settings(spec)["enforce_eager"] is eager
 
 
+def test_a_step_has_no_more_rows_than_tokens():
+    from specrl.rollout.engines.vllm.settings import settings
+
+    spec = EngineSpec(eos_ids=frozenset(), rollout=RolloutConfig(engine="vllm", rows_per_batch=64, tokens_per_pass=16))
+    assert settings(spec)["max_num_seqs"] == 16, "vLLM refuses to start otherwise"
+
+
 @pytest.fixture
 def spec(tmp_path):
     """With a head as draft model."""

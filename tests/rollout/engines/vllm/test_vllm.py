@@ -7,6 +7,7 @@ import itertools
 import random
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -250,11 +251,13 @@ def test_a_start_that_cannot_succeed_says_why(tmp_path, monkeypatch):
 def test_starting_and_closing_leave_the_process_as_it_was(saved, engine_of):
     engine_of()
     threads, states = torch.set_num_threads, (torch.get_rng_state(), random.getstate(), torch.get_num_threads())
+    np.random.seed(3)
     engine = start(spec_of(saved("qwen3")[1]))
     engine.generate(requests_of([([5], 3)]))
     assert torch.set_num_threads is threads
     assert torch.get_rng_state().equal(states[0])
     assert (random.getstate(), torch.get_num_threads()) == states[1:]
+    assert np.random.random() == np.random.RandomState(3).random()
     engine.close()
     engine.close()
     assert torch.distributed.is_initialized(), "a process group that was there before stays"

@@ -147,6 +147,7 @@ def test_min_tokens_holds_whatever_the_drafts(served, requests, plain):
     assert any(len(text) < 12 for _, text in rows), "else there is nothing to prevent"
     want = tokens(served.ask(asked, min_tokens=12))
     assert min(map(len, want)) >= 12
+    assert any(len(text) < r.max_new_tokens for r, text in zip(asked, want, strict=True)), "it may end after them"
     for texts in (want, [text for _, text in rows]):
         assert tokens(served.ask(asked, texts, min_tokens=12)) == want
 

@@ -61,6 +61,14 @@ def test_more_texts_than_a_request_may_bring_are_refused_before_they_are_unpacke
     assert len(KeyedRequest.read({**GOOD.extra_args(), "specrl_texts": most}).texts) == 31
 
 
+@pytest.mark.parametrize("own", [0, 1])
+def test_a_request_drafts_first_from_its_own_text(own):
+    request = KeyedRequest(3, 4, "g", ((5, 6, 7), (8, 9)), own)
+    drafter = request.drafter({}, [1, 2, 3, 4])
+    assert tuple(drafter.propose([], 9)) == request.texts[own]
+    assert drafter.source == "prefix"
+
+
 def test_ids_of_another_model_are_guesses():
     """They are never accepted; drafters omit them."""
     sent = {**GOOD.extra_args(), "specrl_texts": [pack_text([1 << 30, -1, 5]), ""]}
