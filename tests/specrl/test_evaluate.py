@@ -90,10 +90,10 @@ class Scripted:
     def generate(self, requests):
         self.requests = requests
         tokens = [self.answers[r.key] for r in requests]
-        return [self._respond(token) for token in tokens], EngineStats()
+        return [self.respond(token) for token in tokens], EngineStats()
 
     @staticmethod
-    def _respond(token):
+    def respond(token):
         return Completion([token, 1], [0.0, 0.0], [0.0, 0.0], [False] * 2, "stop", 0, 2)
 
 
@@ -161,8 +161,8 @@ def test_when_nothing_can_be_scored_there_is_no_number():
 
 def test_the_length_is_that_of_what_the_policy_sampled(monkeypatch):
     """Tokens of tools are in a conversation too."""
-    respond = Scripted._respond
-    monkeypatch.setattr(Scripted, "_respond", lambda self, token: replace(respond(token), mask=[1, 0]))
+    respond = Scripted.respond
+    monkeypatch.setattr(Scripted, "respond", lambda self, token: replace(respond(token), mask=[1, 0]))
     assert assess(["11"])[0]["eval/mean_length"] == 1.0
 
 
