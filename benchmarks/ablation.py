@@ -1,8 +1,8 @@
 """What each way of drafting adds: `python -m benchmarks.ablation [config=NAME] [rows=64] [drafters=[DIR]] [out=FILE]`.
 
-The same rows with the same keys, in turn, by plain decoding and with one more source of drafts at a time, in four
-regimes: a first epoch, in which no prompt has an old text, and later ones after much, some and little drift of the
-weights. Every text is compared with plain decoding's. Run it on a quiet machine.
+The same rows with the same keys, by plain decoding and with one more source of drafts at a time, a pass each in turn,
+in four regimes: a first epoch, in which no prompt has an old text, and later ones after much, some and little drift of
+the weights. Every text is compared with plain decoding's.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.interleaved import sharing
 from benchmarks.paired import Bench, PairConfig, device_name, of_pairs, perturbed, prepare, with_config
 from specrl.config import load as cli
 from specrl.results import tables
@@ -117,7 +119,7 @@ def _engine(bench: Bench, sources: Sequence[str], window: int = 0, drafter: str 
 
     config = bench.config.rollout
     config = replace(config, sources=list(sources), drafter=drafter, draft_tokens=window)
-    return build_engine(replace(bench.spec, rollout=config), bench.model)
+    return build_engine(replace(bench.spec, rollout=config), sharing(bench.model))
 
 
 def old_texts(bench: Bench, drift: float) -> RolloutBatch:
@@ -132,17 +134,16 @@ def old_texts(bench: Bench, drift: float) -> RolloutBatch:
 def compare(
     bench: Bench, old: RolloutBatch | None, methods: Sequence[Method], repeats: int
 ) -> dict[str, list[RolloutBatch]]:
-    """The rollouts of each method, and of plain decoding: one that warms up and `repeats` more, in turn."""
+    """The rollouts of each method, and of plain decoding: one that warms up and `repeats` more."""
     batches: dict[str, list[RolloutBatch]] = {"plain": [], **{m.name: [] for m in methods}}
     for visit in range(1, repeats + 2):
-        turns = [None, *methods]
-        random.Random(visit).shuffle(turns)  # a pass takes a few percent less after an equal one
-        for method in turns:
-            if method is None:
-                batches["plain"].append(bench.plain(visit))
-            else:
-                stage = bench.rollout(old, engine=method.engine, sources=list(method.sources))
-                batches[method.name].append(bench.timed(stage, visit))
+        rollouts = {"plain": bench.plain(visit)}
+        for method in methods:
+            stage = bench.rollout(old, engine=method.engine, sources=list(method.sources))
+            rollouts[method.name] = partial(bench.timed, stage, visit)
+        order = random.Random(visit).sample([*rollouts], len(rollouts))  # a pass takes a bit less after an equal one
+        for name, batch in zip(order, bench.together(*(rollouts[name] for name in order)), strict=True):
+            batches[name].append(batch)
         texts = {name: [c.tokens for c in runs[-1].completions] for name, runs in batches.items()}
         if wrong := [name for name, text in texts.items() if text != texts["plain"]]:
             raise SystemExit(f"{wrong[0]} sampled other tokens than plain decoding; the table means nothing")

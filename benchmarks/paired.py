@@ -1,9 +1,10 @@
 """Paired rollouts of two policies: `python -m benchmarks.paired [config=NAME] [model=PATH old_model=PATH] [rows=32]`.
 
-An old policy fills the cache. A newer one then generates responses to the same prompts with the same keys, alternating
-between plain and speculative decoding. Times cover the complete rollout: look-up, prefill, drafting, verification,
-decoding and storing. Each pair gives one ratio; the median, the smallest and the largest are reported. The responses
-are compared token for token. Other scripts time their own cases with `Bench`.
+An old policy fills the cache. A newer one then generates responses to the same prompts with the same keys, by plain and
+by speculative decoding: a pass each in turn, or a rollout each where a process has only one engine. Times cover the
+complete rollout: look-up, prefill, drafting, verification, decoding and storing. Each pair gives one ratio; the median,
+the smallest and the largest are reported. The responses are compared token for token. Other scripts time their own
+cases with `Bench`.
 
 `specrl.bench` tells a user whether drafts pay for a policy; this measures specrl itself, at a drift of the weights that
 can be chosen, and with drafts that are useless.
@@ -17,10 +18,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.interleaved import interleaved, sharing
 from specrl.bench import BenchConfig, check, prompts
 from specrl.config import load as cli
 from specrl.config.load import load
@@ -114,9 +116,9 @@ def perturbed(weights: dict, drift: float) -> dict:
 
 
 class Bench:
-    """Both policies and the prompts, with one engine whose weights are switched between the policies.
+    """Both policies and the prompts, with engines whose weights are switched between the policies.
 
-    There is only one engine, because vLLM's sleep mode allows one per process. It is built on first use.
+    They are built on first use.
     """
 
     def __init__(
@@ -137,6 +139,28 @@ class Bench:
 
         return build_engine(self.spec, self.model if self.config.rollout.engine == "transformers" else None)
 
+    @property
+    def interleaves(self) -> bool:
+        """Not on GPUs, which run behind the process, nor with vLLM, whose sleep mode allows one engine a process."""
+        return self.config.rollout.engine == "transformers" and self.model.device.type == "cpu"
+
+    @cached_property
+    def plain_engine(self) -> Engine:
+        """The engine of plain decoding."""
+        from specrl.rollout.build import build_engine
+
+        return build_engine(self.spec, sharing(self.model)) if self.interleaves else self.engine
+
+    def together(self, *rollouts: Callable[[], RolloutBatch]) -> list[RolloutBatch]:
+        """What the rollouts return: a pass each in turn, or one after the other where they are not interleaved."""
+        return interleaved(*rollouts) if self.interleaves else [rollout() for rollout in rollouts]
+
+    def pair(self, stage: SpeculativeRollout, replay: float, plain_first: bool) -> list[RolloutBatch]:
+        """The rows by plain decoding, and with drafts. Args: plain_first: the second of two may be a bit faster."""
+        order = 1 if plain_first else -1
+        rollouts = [self.plain(1, replay), partial(self.timed, stage)]
+        return self.together(*rollouts[::order])[::order]
+
     def time_pairs(
         self, name: str, *, replay: float, old_policy: str = "older", change: Change | None = None
     ) -> Timing:
@@ -145,10 +169,7 @@ class Bench:
         self.switch("newer")
         pairs = []
         for i in range(self.config.repeats + 1):
-            stage = self.rollout(old, replay=replay, change=change)
-            plain = self.plain(1, replay) if i % 2 else None  # alternate: the second of a pair is a few percent faster
-            batch = self.timed(stage)
-            pairs.append((plain or self.plain(1, replay), batch))
+            pairs.append(self.pair(self.rollout(old, replay=replay, change=change), replay, plain_first=i % 2 == 1))
         pairs = pairs[1:]
         plain, batch = pairs[-1]
         done = batch.completions
@@ -200,17 +221,17 @@ class Bench:
             cache.put_many(entries)
         return stage
 
-    def plain(self, visit: int, replay: float = 0.0) -> RolloutBatch:
-        """Generates the rows of a visit by plain decoding, with the same keys as a speculative rollout."""
-        return self.rollout(None, acceptance="off", replay=replay).generate(self.rows, visit=visit, step=1)
+    def plain(self, visit: int, replay: float = 0.0) -> Callable[[], RolloutBatch]:
+        """What generates the rows of a visit by plain decoding, with the same keys as a speculative rollout."""
+        stage = self.rollout(None, engine=self.plain_engine, acceptance="off", replay=replay)
+        return partial(stage.generate, self.rows, visit=visit, step=1)
 
-    def switch(self, policy: str, engine=None) -> None:
-        """Loads the weights of a policy into an engine, by default the bench's."""
+    def switch(self, policy: str) -> None:
+        """Loads the weights of a policy into the engine, or into the model that the engines share."""
         import torch
 
-        engine = engine or self.engine
-        if engine.own_weights:
-            engine.update_weights(self.weights[policy].items(), engine.weight_version + 1)
+        if self.engine.own_weights:
+            self.engine.update_weights(self.weights[policy].items(), self.engine.weight_version + 1)
             return
         with torch.no_grad():
             for name, p in self.model.named_parameters():

@@ -23,7 +23,7 @@ class Ours:
         )
         self._bench.old_batch()
         self._bench.switch("newer")
-        self._bench.plain(1)  # it sleeps then
+        self._bench.plain(1)()  # it sleeps then
 
     def answer(self, message: dict) -> dict:
         """Rolls out once, with these settings of `rollout.*`: the fields of a Result."""

@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from specrl.rollout.engines.base import SamplingParams
-    from specrl.rollout.engines.local.engine import TransformersEngine
-    from specrl.rollout.engines.vllm.engine import VLLMEngine
+    from specrl.rollout.engines.base import Engine, SamplingParams
+    from specrl.rollout.speculative import SpeculativeRollout
 
 KINDS = {"old text, fresh noise": (0.0, "fresh"), "text under the same key": (1.0, "same_key")}
 """Kinds of drafts: the `rollout.replay` that makes one of the old text, and the field of `Reading` that is its p."""
@@ -88,6 +87,29 @@ class Timing:
     plain_tokens: int
     differing_rows: int
     compared_tokens: int
+
+    @classmethod
+    def of(cls, kind: str, reading: Reading, pairs: Sequence[Sequence[RolloutBatch]]) -> Timing:
+        """Args: pairs: rollouts of the same rows by plain decoding, and with drafts of this kind."""
+        plain, batch = pairs[-1]
+        ratios = [plain.total_s / batch.total_s for plain, batch in pairs]
+        compared = Divergence.of(batch.completions, plain.completions)
+        return cls(
+            kind,
+            p=getattr(reading, KINDS[kind][1]),
+            reused=sum(sum(c.reused) for c in batch.completions) / sum(len(c.tokens) for c in batch.completions),
+            plain_s=statistics.median(plain.total_s for plain, _ in pairs),
+            specrl_s=statistics.median(batch.total_s for _, batch in pairs),
+            speedup=statistics.median(ratios),
+            least=min(ratios),
+            most=max(ratios),
+            passes=batch.stats.passes,
+            plain_passes=plain.stats.passes,
+            tokens=batch.stats.forward_tokens,
+            plain_tokens=plain.stats.forward_tokens,
+            differing_rows=len(compared.first),
+            compared_tokens=compared.tokens,
+        )
 
     def cells(self, price: float) -> tuple[str, ...]:
         """A row of the table. Args: price: see `Result`."""
@@ -163,7 +185,7 @@ def measure(config: BenchConfig, console: Console) -> Result:
     from rich.progress import Progress
 
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("", total=3 + len(KINDS) * (1 + 2 * config.repeats))
+        task = progress.add_task("", total=3 + len(KINDS) * (1 + config.repeats))
 
         def doing(what: str) -> None:
             progress.update(task, advance=1, description=what)
@@ -242,7 +264,7 @@ class Bench:
         rollout = config.rollout
         self.sampling = SamplingParams(eos_ids, rollout.temperature, rollout.top_k, rollout.top_p)
         shared = model if rollout.engine == "transformers" else None
-        self.engine: TransformersEngine | VLLMEngine = build_engine(engine_spec(config, eos_ids), shared)  # type: ignore[assignment]
+        self.engine = build_engine(engine_spec(config, eos_ids), shared)
 
     def send(self) -> None:
         """Brings the engine to the weights of the model, unless it shares them."""
@@ -251,52 +273,33 @@ class Bench:
 
     def write(self) -> RolloutBatch:
         """The rows' responses by plain decoding at their first visit: the old text."""
+        return self.stage(acceptance="off").generate(self.rows, visit=0, step=0)
+
+    def stage(self, cache=None, engine: Engine | None = None, **options) -> SpeculativeRollout:
+        """The rollout stage. Args: engine: in the place of the bench's; options: those of `rollout` that differ."""
         from specrl.rollout.speculative import SpeculativeRollout
 
-        plain = replace(self.config.rollout, acceptance="off")
-        return SpeculativeRollout(self.engine, None, plain, self.config.seed).generate(self.rows, visit=0, step=0)
+        rollout = replace(self.config.rollout, **options)
+        return SpeculativeRollout(engine or self.engine, cache, rollout, self.config.seed)
 
     def time(self, kind: str, reading: Reading, old: RolloutBatch, doing: Callable[[str], None]) -> Timing:
         """Times pairs of rollouts at the next visit: plain decoding, and drafts of this kind."""
-        from specrl.rollout.speculative import SpeculativeRollout
-
         doing(f"{kind}: warming up")
         keys = self.draft(kind, old).keys
-        stage = SpeculativeRollout(self.engine, None, self.config.rollout, self.config.seed)
+        stage = self.stage()
         pairs = []
         for i in range(self.config.repeats):
             doing(f"{kind}: plain decoding and drafts, pair {i + 1}")
             plain = stage.plain(self.rows, keys) if i % 2 else None  # in turn: the second may be faster
             batch = self.draft(kind, old)
-            doing(f"{kind}: plain decoding and drafts, pair {i + 1}")
             pairs.append((plain or stage.plain(self.rows, keys), batch))
-        plain, batch = pairs[-1]
-        ratios = [plain.total_s / batch.total_s for plain, batch in pairs]
-        compared = Divergence.of(batch.completions, plain.completions)
-        return Timing(
-            kind,
-            p=getattr(reading, KINDS[kind][1]),
-            reused=sum(sum(c.reused) for c in batch.completions) / sum(len(c.tokens) for c in batch.completions),
-            plain_s=statistics.median(plain.total_s for plain, _ in pairs),
-            specrl_s=statistics.median(batch.total_s for _, batch in pairs),
-            speedup=statistics.median(ratios),
-            least=min(ratios),
-            most=max(ratios),
-            passes=batch.stats.passes,
-            plain_passes=plain.stats.passes,
-            tokens=batch.stats.forward_tokens,
-            plain_tokens=plain.stats.forward_tokens,
-            differing_rows=len(compared.first),
-            compared_tokens=compared.tokens,
-        )
+        return Timing.of(kind, reading, pairs)
 
     def draft(self, kind: str, old: RolloutBatch) -> RolloutBatch:
         """A rollout that drafts from the old text only. Its seconds include looking up and storing."""
         from specrl.rollout.cache.memory import Fingerprint, TrajectoryCache
-        from specrl.rollout.speculative import SpeculativeRollout
 
-        rollout = replace(self.config.rollout, replay=KINDS[kind][0])
-        stage = SpeculativeRollout(self.engine, TrajectoryCache(Fingerprint()), rollout, self.config.seed)
+        stage = self.stage(TrajectoryCache(Fingerprint()), replay=KINDS[kind][0])
         stage.store(self.rows, old, step=0)
         batch = stage.generate(self.rows, visit=1, step=1)
         stage.store(self.rows, batch, step=1)
@@ -308,7 +311,7 @@ class Bench:
         width = statistics.fmean(
             len(row.prompt) + len(c.tokens) / 2 for row, c in zip(self.rows, old.completions, strict=True)
         )
-        fixed, token = self.engine.drafting.budget.cost(rows, round(width))
+        fixed, token = self.engine.drafting.budget.cost(rows, round(width))  # type: ignore[attr-defined]
         return rows * token / (fixed + rows * token)
 
 

@@ -69,8 +69,8 @@ def mine(tmp_path):
 
 
 @pytest.mark.long
-def test_a_config_brings_its_prompts_one_engine_and_its_sampling(mine, tmp_path, monkeypatch, capsys):
-    """One engine for all cases: vLLM's sleep mode takes one a process."""
+def test_a_config_brings_its_prompts_its_engines_and_its_sampling(mine, tmp_path, monkeypatch, capsys):
+    """One engine drafts in all cases, and one decodes plainly."""
     built, out = [], tmp_path / "out.json"
 
     def build(*arguments):
@@ -90,8 +90,8 @@ def test_a_config_brings_its_prompts_one_engine_and_its_sampling(mine, tmp_path,
         ("useless drafts", 4, 0),
     ]
     bench, tokenizer = prepare(load(words, PairConfig, training=False))
-    assert len(built) == 1, "none before it is asked for"
-    assert bench.engine is bench.engine is built[1]
+    assert len(built) == 2, "none before it is asked for"
+    assert bench.engine is bench.engine is built[2]
     assert " many" in tokenizer.decode(bench.rows[0].prompt), "the file's question"
     assert (len(bench.rows), len({row.example_id for row in bench.rows})) == (4, 2)
     rollout = bench.spec.rollout

@@ -64,6 +64,23 @@ def test_real_on_a_simulated_gpu(tmp_path):
     assert [rule["lenience"] for rule in line["published"]] == [1.0, 1.65]
 
 
+def test_real_measures_plain_decoding_and_drafts_at_the_same_time(tmp_path):
+    small = [
+        "config=grpo_math",
+        "temperatures=[1.0]",
+        "rows=8",
+        "repeats=2",
+        "rollout.max_new_tokens=24",
+        "lenience=[1]",
+    ]
+    (line,) = run("real", tmp_path / "out.json", *small)["lines"]
+    assert [rule["lenience"] for rule in line["published"]] == [1.0]
+    for timing in line["timings"]:
+        assert timing["passes"] < timing["plain_passes"] == 24
+        assert timing["least"] <= timing["speedup"] <= timing["most"]
+        assert timing["differing_rows"] == 0
+
+
 def test_fill(tmp_path):
     small = ["dataset.train_size=8", "trainer.prompts_per_step=2", "trainer.epochs=1", "rollout.max_new_tokens=24"]
     lines = {line["fill"]: line for line in run("fill", tmp_path / "out.json", *small, "fills=[0,64]")["lines"]}
