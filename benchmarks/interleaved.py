@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from itertools import chain
+from typing import TYPE_CHECKING
 from unittest import mock
-
-from transformers import PreTrainedModel
 
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.types import RolloutBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Rollout = Callable[[], RolloutBatch]
 

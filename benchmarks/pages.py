@@ -164,7 +164,7 @@ def real() -> list[str]:
     return [
         *tables.markdown(columns, rows),
         "",
-        "Speed over plain decoding: two CPU cores "
+        f"Speed over plain decoding: two cores of an {load('real')['machine']['cpu']} "
         f"({source('real', '../benchmarks/results')}), then simulated H100s with 1.5 B and 7 B parameters "
         f"({source('real-gpu', '../benchmarks/results')}, {source('real-gpu-7b', '../benchmarks/results')}); "
         f"the published rule on the cores. Plain decoding is {generate()} as fast as model.generate.",
@@ -206,7 +206,7 @@ def real_sentence() -> list[str]:
     old, coupled = (f"{timing['speedup']:.2f}x" for timing in line["timings"])
     return [
         f"A real language model, SmolLM2-135M-Instruct at temperature {line['temperature']:g} "
-        f"({line['reading']['entropy']:.1f} nats), {line['rows']} rows on the same cores: {old} from old text,",
+        f"({line['reading']['entropy']:.1f} nats), {line['rows']} rows on two cores: {old} from old text,",
         f"and {coupled} from text under the same key ({source('real')}).",
         "[Two kinds of drafts](docs/two_kinds.md) says what to expect in your set-up.",
     ]

@@ -47,8 +47,8 @@ def test_a_page_shows_what_its_files_hold(name):
 def test_all_figures_are_of_one_commit_and_every_file_is_a_figure():
     files = {path.stem: json.loads(path.read_text()) for path in pages.RESULTS.glob("*.json")}
     assert {name for name in files if not name.endswith("-cpu")} == set(FIGURES)  # others name their commit
-    # of the real model, its run on a simulated GPU, those of the embedded one, a TRL script; the others
-    families = ("real", "smollm2", "fill", "trl", "")
+    # a run of the real model, the others of it, both models in passes of a simulated GPU, a TRL script; the others
+    families = ("real-run", "real", "smollm2", "fill", "trl", "")
     of = {name: next(family for family in families if name.startswith(family)) for name in FIGURES}
     for family in families:
         assert len({files[name]["commit"] for name in FIGURES if of[name] == family}) == 1
