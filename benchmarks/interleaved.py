@@ -65,6 +65,11 @@ class Turns:
         self._thread.waited_s += self._clock() - began
 
 
+def possible(engine: str, model: PreTrainedModel) -> bool:
+    """Not on GPUs, which run behind the process, nor with vLLM, whose sleep mode allows one engine a process."""
+    return engine == "transformers" and model.device.type == "cpu"
+
+
 def sharing(model: PreTrainedModel) -> PreTrainedModel:
     """Another model of the same tensors: an engine sets the attention and the mode of its model during a rollout."""
     return deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})

@@ -243,12 +243,12 @@ def set_ups() -> list[str]:
         (
             "a sweep with one seed, evaluations on the same prompts",
             "text under the same key",
-            f"rollouts {min(same_key):.1f}x to {max(same_key):.1f}x, SmolLM2 ({source('real')})",
+            f"rollouts {min(same_key):.2f}x to {max(same_key):.2f}x, SmolLM2 ({source('real')})",
         ),
         (
             "several epochs",
             "old text, as far as the policy's entropy allows",
-            f"rollouts {min(old_text):.1f}x to {max(old_text):.1f}x with SmolLM2, {embedded} with the embedded policy",
+            f"rollouts {min(old_text):.2f}x to {max(old_text):.2f}x with SmolLM2, {embedded} with the embedded policy",
         ),
         ("one epoch otherwise, or hundreds of sequences at a time", "nothing", "leave it off"),
     ]

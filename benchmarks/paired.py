@@ -22,7 +22,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.interleaved import interleaved, sharing
+from benchmarks.interleaved import interleaved, possible, sharing
 from specrl.bench import BenchConfig, check, prompts
 from specrl.config import load as cli
 from specrl.config.load import load
@@ -130,6 +130,7 @@ class Bench:
         self.vocab = model.get_output_embeddings().weight.shape[0]
         self.weights = {"older": older, "newer": newer}
         self.spec = engine_spec(config, eos_ids)
+        self.interleaves = possible(config.rollout.engine, model)
         self._texts: dict[str, RolloutBatch] = {}
 
     @cached_property
@@ -138,11 +139,6 @@ class Bench:
         from specrl.rollout.build import build_engine
 
         return build_engine(self.spec, self.model if self.config.rollout.engine == "transformers" else None)
-
-    @property
-    def interleaves(self) -> bool:
-        """Not on GPUs, which run behind the process, nor with vLLM, whose sleep mode allows one engine a process."""
-        return self.config.rollout.engine == "transformers" and self.model.device.type == "cpu"
 
     @cached_property
     def plain_engine(self) -> Engine:
@@ -157,9 +153,11 @@ class Bench:
 
     def pair(self, stage: SpeculativeRollout, replay: float, plain_first: bool) -> list[RolloutBatch]:
         """The rows by plain decoding, and with drafts. Args: plain_first: the second of two may be a bit faster."""
-        order = 1 if plain_first else -1
-        rollouts = [self.plain(1, replay), partial(self.timed, stage)]
-        return self.together(*rollouts[::order])[::order]
+        plain, drafts = self.plain(1, replay), partial(self.timed, stage)
+        if plain_first:
+            return self.together(plain, drafts)
+        drafted, plainly = self.together(drafts, plain)
+        return [plainly, drafted]
 
     def time_pairs(
         self, name: str, *, replay: float, old_policy: str = "older", change: Change | None = None

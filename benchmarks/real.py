@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.interleaved import interleaved, possible, sharing
 from benchmarks.paired import generate_seconds, with_config
 from specrl.bench import KINDS, Bench, BenchConfig, Reading, Result, Timing, prepare, show
 from specrl.config import load as cli
@@ -117,16 +118,15 @@ def line(config: RealConfig, console: Console) -> dict[str, Any]:
 def timed(bench: Bench, kind: str, reading: Reading, old: RolloutBatch, doing: Callable[[str], None]) -> Timing:
     """What `Bench.time` does, but a pass each in turn where seconds of the transformers engine on a CPU count."""
     config = bench.config
-    on_cpu = config.rollout.engine == "transformers" and bench.model.device.type == "cpu"
-    if isinstance(time.perf_counter, Clock) or not on_cpu:
+    if isinstance(time.perf_counter, Clock) or not possible(config.rollout.engine, bench.model):
         return bench.time(kind, reading, old, doing)
-    from benchmarks.interleaved import interleaved, sharing
     from specrl.rollout.build import build_engine
+    from specrl.rollout.speculative import SpeculativeRollout
 
     doing(f"{kind}: warming up")
     keys = bench.draft(kind, old).keys
     engine = build_engine(engine_spec(config, bench.sampling.eos_ids), sharing(bench.model))
-    plain = partial(bench.stage(engine=engine).plain, bench.rows, keys)
+    plain = partial(SpeculativeRollout(engine, None, config.rollout, config.seed).plain, bench.rows, keys)
     doing(f"{kind}: plain decoding and drafts, {counted(config.repeats, 'pair')}")
     drafts = partial(bench.draft, kind, old)
     pairs = [interleaved(plain, drafts) for _ in range(config.repeats)]

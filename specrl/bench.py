@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specrl.config import load as cli
 from specrl.config.options import ConfigError
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from specrl.rollout.engines.base import Engine, SamplingParams
+    from specrl.rollout.cache.memory import TrajectoryCache
+    from specrl.rollout.engines.base import SamplingParams
     from specrl.rollout.speculative import SpeculativeRollout
 
 KINDS = {"old text, fresh noise": (0.0, "fresh"), "text under the same key": (1.0, "same_key")}
@@ -275,12 +276,11 @@ class Bench:
         """The rows' responses by plain decoding at their first visit: the old text."""
         return self.stage(acceptance="off").generate(self.rows, visit=0, step=0)
 
-    def stage(self, cache=None, engine: Engine | None = None, **options) -> SpeculativeRollout:
-        """The rollout stage. Args: engine: in the place of the bench's; options: those of `rollout` that differ."""
+    def stage(self, cache: TrajectoryCache | None = None, **options: Any) -> SpeculativeRollout:
+        """The rollout stage. Args: options: those of `rollout` that differ."""
         from specrl.rollout.speculative import SpeculativeRollout
 
-        rollout = replace(self.config.rollout, **options)
-        return SpeculativeRollout(engine or self.engine, cache, rollout, self.config.seed)
+        return SpeculativeRollout(self.engine, cache, replace(self.config.rollout, **options), self.config.seed)
 
     def time(self, kind: str, reading: Reading, old: RolloutBatch, doing: Callable[[str], None]) -> Timing:
         """Times pairs of rollouts at the next visit: plain decoding, and drafts of this kind."""

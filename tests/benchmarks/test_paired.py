@@ -10,6 +10,7 @@ from benchmarks.paired import Bench, PairConfig, command, options, prepare
 from specrl.config.load import load
 from specrl.rollout.build import build_engine
 from specrl.rollout.config import RolloutConfig
+from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.types import Completion, EngineStats, Row
 
 
@@ -52,6 +53,24 @@ def test_the_speedup_is_the_median_of_the_paired_ratios(scripted):
     assert case.speedup_range == (1.0, 4.0)
     assert (case.plain_s, case.specrl_s) == (6.0, 2.0)
     assert (case.differing_rows, case.rows) == (0, 2)
+
+
+def test_a_pair_makes_a_pass_each_in_turn(monkeypatch):
+    bench, _ = prepare(options("rows=8", "rollout.max_new_tokens=8", "rollout.draft_tokens=1"))
+    stage = bench.rollout(None)
+    passes, observe_pass = [], Budget.observe_pass
+
+    def recorded(budget, *args, **kwargs):
+        passes.append(budget is bench.engine.drafting.budget)
+        observe_pass(budget, *args, **kwargs)
+
+    monkeypatch.setattr(Budget, "observe_pass", recorded)
+    for plain_first in (True, False):
+        passes.clear()
+        plain, drafted = bench.pair(stage, 0.0, plain_first)
+        assert [c.tokens for c in plain.completions] == [c.tokens for c in drafted.completions]
+        assert passes[:6] == [not plain_first, plain_first] * 3
+        assert plain.stats.drafted == 0
 
 
 # A training config ----------------------------------------------------------------------------------------------------

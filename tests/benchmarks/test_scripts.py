@@ -64,7 +64,7 @@ def test_real_on_a_simulated_gpu(tmp_path):
     assert [rule["lenience"] for rule in line["published"]] == [1.0, 1.65]
 
 
-def test_real_measures_plain_decoding_and_drafts_at_the_same_time(tmp_path):
+def test_real_on_this_machine(tmp_path):
     small = [
         "config=grpo_math",
         "temperatures=[1.0]",
@@ -77,7 +77,6 @@ def test_real_measures_plain_decoding_and_drafts_at_the_same_time(tmp_path):
     assert [rule["lenience"] for rule in line["published"]] == [1.0]
     for timing in line["timings"]:
         assert timing["passes"] < timing["plain_passes"] == 24
-        assert timing["least"] <= timing["speedup"] <= timing["most"]
         assert timing["differing_rows"] == 0
 
 
