@@ -169,6 +169,7 @@ def show(config: BenchConfig, result: Result, console: Console) -> None:
     for line in (
         f"The policy of the old text is {config.old_model or older}; in a run, old text is an epoch old.",
         f"p: probability that a token of the draft is accepted, over {reading.tokens:,} tokens of the old policy.",
+        "At best: where p is alike in all rows. A rollout ends with its slowest row, which may leave its text at once.",
         f"Entropy: {reading.entropy:.2f} nats. A draft token for every row takes {result.price:.2f} of a plain pass, "
         "so drafts pay where p is above that.",
         f"Compared token for token: {compared.sentence(dtype)}.",

@@ -179,20 +179,19 @@ class Budget:
         self._totals = {}
 
     def next_rollout(self) -> None:
-        """Halves all counts, because the weights have changed and drafts that failed should be tried again."""
+        """Halves all counts, because the weights have changed and drafts that failed should be tried again.
+
+        The share that the slowest row saves is learnt here too: plain rollouts may have followed, which have no drafts.
+        """
         for counts in self._counts.values():
             counts[:] = [FORGET * x for x in counts]
         self._totals = {}
         self.drafter.next_rollout()
         self.account.open()
-        self._lead = 0
-        self._even = 0.0
-
-    def end_rollout(self) -> float:
-        """The seconds that drafts cost beyond what they saved since `next_rollout`; 0 if they saved some."""
         if self._even > 1 and not self._refills:
             self._share += FORGET * (min(1.0, self._lead / self._even) - self._share)
-        return self.account.close()
+        self._lead = 0
+        self._even = 0.0
 
     # Plans ------------------------------------------------------------------------------------------------------
 

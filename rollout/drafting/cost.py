@@ -85,7 +85,10 @@ class Account:
         self.balance_s = max(self.pass_s, FORGET * self.balance_s)
 
     def close(self) -> float:
-        """The rollout has ended; plain rollouts, which pay in nothing, may follow. Returns the seconds that it lost."""
+        """The rollout has ended; plain rollouts, which pay in nothing, may follow.
+
+        Returns the seconds that its drafts cost beyond what they saved, 0 if they saved some.
+        """
         self._open = False
         lost_s = max(0.0, -self._saved_s)
         self._saved_s = 0.0

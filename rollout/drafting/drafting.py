@@ -159,7 +159,7 @@ class Drafting:
 
     def end(self, rows: Sequence[Response], stats: EngineStats) -> None:
         """Ends the rollout."""
-        stats.tried_s = self.budget.end_rollout()
+        stats.tried_s = self.budget.account.close()
         if self.model:
             self.model.learn(row.tokens for row in rows)
 

@@ -2,7 +2,7 @@
 
 from benchmarks.house import ROOT, circles, sources
 
-CEILING = 18_472
+CEILING = 18_471
 """Lines of code of the product; the aim is 15,000. A commit that raises it says in its message what the lines buy."""
 
 ENGINE = '''"""Words

@@ -210,7 +210,7 @@ def test_the_fixed_time_of_a_pass_is_saved_only_where_the_slowest_row_needs_fewe
             budget.plan(["agreeing"] * 8)
             budget.observe_pass(16, 24e-3, 8, emitted=15, asking=0.0)
             budget.observe_lead(passes if slowest_leads else 0)
-        budget.end_rollout()
+        budget.account.close()
     budget.observe_draft("agreeing", 18_000, 18_000)
     assert (windows(budget, ["agreeing"] * 8)[0] > 0) == slowest_leads
 

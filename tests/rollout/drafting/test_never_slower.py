@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -48,16 +49,29 @@ TEXTS = {
     "old text at high entropy": lambda rng: Text(0, 0.3),
     "the first half": lambda rng: Text(TOKENS // 2, 0.02),
     "a few tokens": lambda rng: Text(int(rng.expovariate(1 / 6)), 0.3),
+    "nearly right": lambda rng: Text(0, 0.93),
     "the slowest rows need every pass": lambda rng: Text(0, 0.97 if rng.random() < 0.7 else 0.05),
 }
 
 
 def rollouts(machine: str, rows: int, text: str, asking: float = 0.01, load: float = 0.0) -> float:
-    """Seconds of plain decoding over those with drafts, for some rollouts of one run.
+    """Seconds of plain decoding over those with drafts, for some rollouts of one run, see `run`."""
+    plain_s, spent_s = (
+        sum(column) for column in zip(*run(machine, rows, [text] * ROLLOUTS, asking, load), strict=True)
+    )
+    return plain_s / spent_s
+
+
+def run(
+    machine: str, rows: int, texts: list[str], asking: float = 0.01, load: float = 0.0, controls: int = 0
+) -> Iterator[tuple[float, float]]:
+    """Seconds of plain decoding, and those with drafts, of each rollout of one run.
 
     Args:
+        texts: of each rollout.
         asking: time to get the drafts of a pass, as a share of `fixed`.
         load: other work makes each pass longer by up to this factor.
+        controls: plain rollouts that follow each.
     """
     fixed, row_s, token_s, position_s, beyond_s = MACHINES[machine]
     rng = random.Random(0)
@@ -69,10 +83,10 @@ def rollouts(machine: str, rows: int, text: str, asking: float = 0.01, load: flo
 
     for live, tokens in ((1, 1), (1, 256), (32, 32), (32, 64)):
         budget.calibrate([(tokens, pass_s(live, tokens, tokens // live))], live, tokens // live)
-    plain_s = spent_s = 0.0
-    for _ in range(ROLLOUTS):
+    for text in texts:
+        plain_s = spent_s = 0.0
         budget.next_rollout()
-        texts = [TEXTS[text](rng) for _ in range(rows)]
+        drafts = [TEXTS[text](rng) for _ in range(rows)]
         lengths = [rng.randint(TOKENS // 2, TOKENS) for _ in range(rows)]
         states, emitted = ["start"] * rows, [0] * rows
         for passed in range(TOKENS):
@@ -82,9 +96,10 @@ def rollouts(machine: str, rows: int, text: str, asking: float = 0.01, load: flo
         while active := [i for i in range(rows) if emitted[i] < lengths[i]]:
             budget.observe_lead(min(emitted[i] for i in active) - passes)
             passes += 1
-            spent_s += one_pass(budget, active, texts, states, emitted, pass_s, asking * fixed, rng)
-        budget.end_rollout()
-    return plain_s / spent_s
+            spent_s += one_pass(budget, active, drafts, states, emitted, pass_s, asking * fixed, rng)
+        for _ in range(1 + controls):
+            budget.account.close()
+        yield plain_s, spent_s
 
 
 def one_pass(budget, active, texts, states, emitted, pass_s, asking, rng) -> float:
@@ -126,6 +141,18 @@ def test_what_pays_is_drafted():
     assert rollouts("a GPU", 32, "the first half") > 1.7
     assert rollouts("a real model on a CPU", 8, "the first half") > 1.38
     assert rollouts("a small model on a CPU", 256, "drifted") > 1.45
+
+
+def after_slow_rows(controls: int) -> float:
+    """Seconds of plain decoding over those of the last rollout, whose text pays. The slowest rows of earlier ones need
+    every pass, and plain rollouts follow each."""
+    texts = ["the slowest rows need every pass"] * 4 + ["nearly right"] * 5
+    *_, (plain_s, spent_s) = run("a real model on a CPU", 16, texts, controls=controls)
+    return plain_s / spent_s
+
+
+def test_plain_rollouts_between_change_nothing():
+    assert after_slow_rows(controls=3) == after_slow_rows(controls=0) > 1.4  # 0.99 where they judge its drafts again
 
 
 def test_a_pass_in_which_the_machine_stalled_ends_the_drafts_of_its_rollout_alone():
