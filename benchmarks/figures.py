@@ -86,13 +86,14 @@ FIGURES = {
         ),
         report("exact", "plain"),
     ),
-    "bench": Figure((f"benchmarks.paired rows=64 repeats=7 {LONG} out={{out}}/result.json",), json_file),
+    "bench": Figure((f"benchmarks.paired rows=64 repeats=8 {LONG} out={{out}}/result.json",), json_file, ONE_THREAD),
     "ablation": Figure(
         (
             "specrl.drafter kind=head out={out}/head",
-            f"benchmarks.ablation rows=256 repeats=2 few=true {LONG} drafters=[{{out}}/head] out={{out}}/result.json",
+            f"benchmarks.ablation rows=256 repeats=3 few=true {LONG} drafters=[{{out}}/head] out={{out}}/result.json",
         ),
         json_file,
+        ONE_THREAD,
     ),
     "vllm": Figure((f"{RIVALS} repeats=9 rollout.vllm.compile=on",), json_file, COMPILED),
     "vllm-old-text": Figure(

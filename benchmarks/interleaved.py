@@ -7,6 +7,7 @@ turn.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 from specrl.rollout.drafting.budget import Budget
+from specrl.rollout.engines.base import gc_frozen
 from specrl.rollout.types import RolloutBatch
 
 if TYPE_CHECKING:
@@ -76,7 +78,11 @@ def sharing(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def interleaved(*rollouts: Rollout) -> list[RolloutBatch]:
-    """What the rollouts return. Each must have its own transformers engine on a CPU, and its own model (`sharing`)."""
+    """What the rollouts return. Each must have its own transformers engine on a CPU, and its own model (`sharing`).
+
+    Objects are frozen once for all: a rollout that meets frozen objects counts them, which takes as long as ten passes.
+    Passes of a few milliseconds compare only with OMP_NUM_THREADS=1: OpenMP has a team for each thread, and waits longer.
+    """
     turns = Turns(rollouts, time.perf_counter)
     observe_pass = Budget.observe_pass
 
@@ -85,6 +91,8 @@ def interleaved(*rollouts: Rollout) -> list[RolloutBatch]:
         turns.pass_on()
 
     with (
+        gc_frozen(),
+        mock.patch.object(gc, "get_freeze_count", lambda: 1),
         mock.patch.object(Budget, "observe_pass", passing),
         mock.patch.object(time, "perf_counter", turns),
         ThreadPoolExecutor(len(rollouts)) as pool,
