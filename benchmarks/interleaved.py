@@ -81,7 +81,7 @@ def interleaved(*rollouts: Rollout) -> list[RolloutBatch]:
     """What the rollouts return. Each must have its own transformers engine on a CPU, and its own model (`sharing`).
 
     Objects are frozen once for all: a rollout that meets frozen objects counts them, which takes as long as ten passes.
-    Passes of a few milliseconds compare only with OMP_NUM_THREADS=1: OpenMP has a team for each thread, and waits longer.
+    Passes of a few milliseconds compare only with OMP_NUM_THREADS=1, as each thread has an OpenMP team of its own.
     """
     turns = Turns(rollouts, time.perf_counter)
     observe_pass = Budget.observe_pass
@@ -92,7 +92,7 @@ def interleaved(*rollouts: Rollout) -> list[RolloutBatch]:
 
     with (
         gc_frozen(),
-        mock.patch.object(gc, "get_freeze_count", lambda: 1),
+        mock.patch.object(gc, "get_freeze_count", return_value=1),
         mock.patch.object(Budget, "observe_pass", passing),
         mock.patch.object(time, "perf_counter", turns),
         ThreadPoolExecutor(len(rollouts)) as pool,
