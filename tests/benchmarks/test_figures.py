@@ -1,6 +1,7 @@
 """Figures are rendered between their marks as their files hold them; what is missing is named."""
 
 import json
+import re
 
 import pytest
 from PIL import Image
@@ -44,16 +45,18 @@ def test_a_page_shows_what_its_files_hold(name):
     assert pages.rendered(text) == text, "python -m benchmarks.figures renders the pages"
 
 
-def test_all_figures_are_of_one_commit_and_every_file_is_a_figure():
+def test_every_file_is_a_figure():
     files = {path.stem: json.loads(path.read_text()) for path in pages.RESULTS.glob("*.json")}
     assert {name for name in files if not name.endswith("-cpu")} == set(FIGURES)  # others name their commit
-    # a run of the real model, the others of it, both models in passes of a simulated GPU, a TRL script; the others
-    families = ("real-run", "real", "smollm2", "fill", "trl", "")
-    of = {name: next(family for family in families if name.startswith(family)) for name in FIGURES}
-    for family in families:
-        assert len({files[name]["commit"] for name in FIGURES if of[name] == family}) == 1
     for name, figure in FIGURES.items():
         assert len(files[name]["commands"]) == len(figure.commands), name
+
+
+def test_all_figures_of_readme_are_of_one_commit():
+    text = (pages.ROOT / "README.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"benchmarks/results/([\w-]+)\.json", text))
+    assert len(names) == 12
+    assert len({pages.load(name)["commit"] for name in names}) == 1
 
 
 # Pictures -------------------------------------------------------------------------------------------------------------
