@@ -68,8 +68,8 @@ def measure(bench: Bench, text: str) -> Line:
     bench.switch("newer")
     bench.plain(2, replay)()  # warms up
     pairs = []
-    for _ in range(bench.config.repeats):
-        pairs.append(bench.pair(bench.rollout(old, replay=replay, change=change), replay, plain_first=True))
+    for i in range(bench.config.repeats):
+        pairs.append(bench.pair(bench.rollout(old, replay=replay, change=change), replay, plain_first=i % 2 == 0))
     plain_s, drafted_s = (sum(batch.total_s for batch in batches) for batches in zip(*pairs, strict=True))
     ratios = [plain.total_s / drafted.total_s for plain, drafted in pairs]
     done = [completion for _, drafted in pairs for completion in drafted.completions]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -70,7 +72,12 @@ class serving:
     def __enter__(self) -> str:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                self.command, cwd=ROOT, env=self.environment, stdout=log, stderr=subprocess.STDOUT
+                self.command,
+                cwd=ROOT,
+                env=self.environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         deadline = time.monotonic() + STARTS_WITHIN
         while time.monotonic() < deadline and self.process.poll() is None:
@@ -85,6 +92,8 @@ class serving:
     def __exit__(self, *_) -> None:
         self.process.terminate()
         self.process.wait(60)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # vLLM's processes of a server that was killed go on
 
 
 @pytest.mark.long
