@@ -10,6 +10,9 @@ import pytest
 
 from specrl.rollout.drafting.budget import Budget
 from specrl.rollout.drafting.cost import SHARE, Account
+from specrl.rollout.drafting.drafting import Drafting
+from specrl.rollout.drafting.suffix import PromptTexts, SuffixDrafter
+from specrl.rollout.types import EngineStats, Request
 
 MACHINES = {
     "a small model on a CPU": (6.4e-3, 1.7e-4, 2.0e-5, 1e-7, 0.0),
@@ -26,6 +29,8 @@ ROWS = {
     "a GPU": (8, 32, 256),
 }
 PROMPT, TOKENS, ROLLOUTS = 60, 96, 6
+DRAFTS = Request([1], 0, TOKENS, SuffixDrafter(PromptTexts()))
+PLAIN = Request([1], 0, TOKENS, plain=True)
 
 
 @dataclass
@@ -76,6 +81,7 @@ def run(
     fixed, row_s, token_s, position_s, beyond_s = MACHINES[machine]
     rng = random.Random(0)
     budget = Budget(padded=position_s > 0)
+    drafting = Drafting(budget)
 
     def pass_s(live: int, tokens: int, width: int) -> float:
         beyond = beyond_s * max(0, tokens - 32)
@@ -85,7 +91,7 @@ def run(
         budget.calibrate([(tokens, pass_s(live, tokens, tokens // live))], live, tokens // live)
     for text in texts:
         plain_s = spent_s = 0.0
-        budget.next_rollout()
+        drafting.begin([DRAFTS])
         drafts = [TEXTS[text](rng) for _ in range(rows)]
         lengths = [rng.randint(TOKENS // 2, TOKENS) for _ in range(rows)]
         states, emitted = ["start"] * rows, [0] * rows
@@ -97,8 +103,10 @@ def run(
             budget.observe_lead(min(emitted[i] for i in active) - passes)
             passes += 1
             spent_s += one_pass(budget, active, drafts, states, emitted, pass_s, asking * fixed, rng)
-        for _ in range(1 + controls):
-            budget.account.close()
+        drafting.end([], EngineStats())
+        for _ in range(controls):
+            drafting.begin([PLAIN])
+            drafting.end([], EngineStats())
         yield plain_s, spent_s
 
 
@@ -152,7 +160,12 @@ def after_slow_rows(controls: int) -> float:
 
 
 def test_plain_rollouts_between_change_nothing():
-    assert after_slow_rows(controls=3) == after_slow_rows(controls=0) > 1.4  # 0.99 where they judge its drafts again
+    assert after_slow_rows(controls=3) == after_slow_rows(controls=0) > 1.4
+
+
+def test_control_plain_rollouts_that_count_are_seen(monkeypatch):
+    monkeypatch.setattr(Drafting, "begin", lambda self, requests: self.budget.next_rollout())
+    assert after_slow_rows(controls=3) != after_slow_rows(controls=0)
 
 
 def test_a_pass_in_which_the_machine_stalled_ends_the_drafts_of_its_rollout_alone():
