@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import requests
-from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from specrl import reusing
@@ -118,25 +117,20 @@ def test_a_server_works_ahead_and_changes_nothing(server, tmp_path):
     assert any([*text] == tokens for text, tokens in complete)
 
 
-class Killing(TrainerCallback):
-    """Kills the server after the first step, while it works on the next batch."""
-
-    def __init__(self, server: subprocess.Popen):
-        self.server = server
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.server.kill()
-        self.server.wait(60)
-
-
 @pytest.mark.long
 def test_a_server_that_is_killed_ends_the_run(tmp_path):
-    """No reward is computed of what it did not answer."""
+    """No reward is computed of what it did not answer. It dies in the first reward, having been sent the next rows."""
     held = serving(tmp_path, [sys.executable, "-m", "specrl.serve"])
+
+    def kill(completions, **_) -> list[float]:
+        held.process.kill()
+        held.process.wait(60)
+        return [float(len(str(c)) % 7) for c in completions]
+
     with held as url:
         options = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url}
         run = make(tmp_path / "run", RolloutConfig(), max_completion_length=100, **options)
-        run.trainer.add_callback(Killing(held.process))
+        run.trainer.reward_funcs = [kill]
         with pytest.raises(RolloutError, match="failed while it worked ahead"):
             run.trainer.train()
     assert len(run.batches) == len(run.logged("reward")) == 1
