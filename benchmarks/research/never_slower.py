@@ -66,7 +66,8 @@ def measure(bench: Bench, text: str) -> Line:
     old = bench.old_batch()
     bench.engine = build_engine(bench.spec, bench.model)
     bench.switch("newer")
-    bench.plain(2, replay)()  # warms up
+    for engine in (bench.plain_engine, bench.engine):  # warms up both
+        bench.rollout(None, engine=engine, acceptance="off", replay=replay).generate(bench.rows, visit=2, step=1)
     pairs = []
     for i in range(bench.config.repeats):
         pairs.append(bench.pair(bench.rollout(old, replay=replay, change=change), replay, plain_first=i % 2 == 0))
