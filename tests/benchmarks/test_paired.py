@@ -61,18 +61,18 @@ def test_where_the_first_pair_counts_both_engines_have_rolled_out_before(monkeyp
     """An engine's first rollout takes up to 13 % longer, with drafts and without."""
     bench, _ = prepare(options("rows=8", "rollout.max_new_tokens=4", "repeats=1"))
     rolled, warm = set(), []
-    generate, pair = TransformersEngine.generate, Bench.pair
+    generate, together = TransformersEngine.generate, Bench.together
 
     def generating(engine, requests):
         rolled.add(id(engine))
         return generate(engine, requests)
 
-    def pairing(bench, *args, **options):
+    def pairing(bench, *rollouts):
         warm.append({id(bench.engine), id(bench.plain_engine)} <= rolled)
-        return pair(bench, *args, **options)
+        return together(bench, *rollouts)
 
     monkeypatch.setattr(TransformersEngine, "generate", generating)
-    monkeypatch.setattr(Bench, "pair", pairing)
+    monkeypatch.setattr(Bench, "together", pairing)
     never_slower.measure(bench, "useless")
     assert warm == [True]
 
