@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ from specrl.config import load as cli
 from specrl.config.options import ConfigError
 from specrl.results import tables
 from specrl.rollout.build import build_engine
+from specrl.rollout.sections import doc
 from specrl.rollout.types import RolloutBatch
 
 COLUMNS = ("rows", "text", "speedup", "standard error", "by the clock", "reused", "tried")
@@ -40,6 +43,7 @@ TEXTS: dict[str, tuple[Change | None, float]] = {
 @dataclass
 class NeverSlowerConfig(PairConfig):
     sizes: list[int] = field(default_factory=list, metadata={"help": "several numbers of rows, in the place of rows"})
+    loops: int = doc(0, "busy loops on the same cores until the engines have made their first, plain rollouts")
     texts: list[str] = field(default_factory=lambda: [*TEXTS], metadata={"help": f"of {', '.join(TEXTS)}"})
 
 
@@ -69,15 +73,16 @@ class Line:
         return str(self.rows), self.text, f"{self.speedup:.3f}x", f"{self.error:.3f}", f"{self.by_clock:.3f}x", *shares
 
 
-def measure(bench: Bench, text: str) -> Line:
+def measure(bench: Bench, text: str, loops: int = 0) -> Line:
     """Pairs of rollouts, by an engine that has drafted nothing before and by one that never drafts."""
     change, replay = TEXTS[text]
     old = bench.old_batch()
-    engines = [build_engine(bench.spec, model) for model in (bench.model, sharing(bench.model))]
-    bench.engine, bench.plain_engine = engines
-    bench.switch("newer")
-    for engine in engines:  # warms up
-        bench.rollout(None, engine=engine, acceptance="off", replay=replay).generate(bench.rows, visit=2, step=1)
+    with other_work(loops):
+        engines = [build_engine(bench.spec, model) for model in (bench.model, sharing(bench.model))]
+        bench.engine, bench.plain_engine = engines
+        bench.switch("newer")
+        for engine in engines:  # warms up
+            bench.rollout(None, engine=engine, acceptance="off", replay=replay).generate(bench.rows, visit=2, step=1)
     pairs = []
     for i in range(bench.config.repeats):
         stage = bench.rollout(old, replay=replay, change=change)
@@ -98,6 +103,16 @@ def measure(bench: Bench, text: str) -> Line:
         reused=sum(sum(c.reused) for c in done) / sum(len(c.tokens) for c in done),
         tried=sum(batch.stats.tried_s for batch in drafted) / wall_s,
     )
+
+
+@contextmanager
+def other_work(loops: int) -> Iterator[None]:
+    """Busy loops beside the block, which run where this process may."""
+    with ExitStack() as stack:
+        for _ in range(loops):
+            process = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+            stack.callback(process.kill)
+        yield
 
 
 def timed(rollout: Callable[[], RolloutBatch]) -> Callable[[], tuple[float, RolloutBatch]]:
@@ -127,7 +142,7 @@ def main(config: NeverSlowerConfig) -> int:
     for rows in config.sizes or [config.rows]:
         bench, _ = prepare(replace(config, rows=rows))
         for text in config.texts:
-            lines.append(measure(bench, text))
+            lines.append(measure(bench, text, config.loops))
             print(*lines[-1].cells(), flush=True)
     title = f"{config.model}, temperature {config.rollout.temperature:g}: {config.repeats} pairs each"
     tables.show(Console(), title, COLUMNS, [line.cells() for line in lines])

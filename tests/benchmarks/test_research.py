@@ -17,7 +17,7 @@ from tests.runs import ROOT
 
 pytestmark = pytest.mark.long
 
-NEVER_SLOWER = ["repeats=1", "rollout.max_new_tokens=16"]
+NEVER_SLOWER = ["repeats=1", "loops=1", "rollout.max_new_tokens=16"]
 SMALLEST = {
     "equivalence.arms": {"ARMS": (arms.OFF, arms.AGAIN, arms.EXACT, arms.PUBLISHED, *arms.CONTROLS)},
     "equivalence.learning": {"EPOCHS": 2},
